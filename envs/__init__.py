@@ -1,0 +1,1 @@
+"""Gym environments; importing this package registers them with skyrl-gym."""

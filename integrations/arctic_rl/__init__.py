@@ -1,0 +1,1 @@
+"""A DeepSpeed and vLLM training-and-sampling server as a SkyRL backend."""
