@@ -44,13 +44,12 @@ def schema_text(db_path: PathLike, *, tables: Iterable[str] | None = None) -> st
     """
     connection = open_read_only(db_path)
     try:
-        kinds = {
-            name: kind
-            for name, kind in connection.execute(
+        kinds = dict(
+            connection.execute(
                 "SELECT name, type FROM sqlite_master WHERE type IN ('table', 'view') "
                 "AND name NOT LIKE 'sqlite\\_%' ESCAPE '\\' ORDER BY type, rowid"
-            )
-        }
+            ).fetchall()
+        )
         wanted = list(kinds) if tables is None else list(tables)
         missing = [name for name in wanted if name not in kinds]
         if missing:

@@ -1,0 +1,96 @@
+"""Settings of the bird environment."""
+
+import dataclasses
+import difflib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from .compare import ComparisonMode
+from .execute import ExecutionLimits
+
+_MODES = ("set", "multiset", "ordered")
+
+
+@dataclass(frozen=True)
+class BirdEnvConfig:
+    """How responses are scored. Every default is BIRD's own rule where BIRD has one."""
+
+    timeout_s: float = 30.0
+    """Wall-clock seconds for one query, gold or predicted. One step runs each gold not seen before, and the
+    prediction, one after another."""
+    sqlite_heap_mb: int = 320
+    """SQLite's heap in MiB, for the whole process that scores; the smallest value used in a process holds."""
+    max_value_mb: int = 100
+    """Longest string or BLOB that may come up in a query, in MB (10**6 bytes)."""
+    max_compared_rows: int = 1_000_000
+    """Rows after which a result is not compared any more (outcome too_large)."""
+    comparison: ComparisonMode = "set"
+    """"set": BIRD's rule, duplicates and order of rows do not matter; "multiset": duplicates count; "ordered":
+    duplicates count, and so does the order if the gold query has an outermost ORDER BY."""
+    float_digits: int | None = None
+    """Significant digits to which real numbers are rounded before they are compared; None = exact, as BIRD does."""
+    empty_gold_earns: bool = True
+    """An empty result that equals an empty gold earns the full reward, as BIRD does; False = the partial one."""
+    db_root: str | None = None
+    """Folder that a relative db_path starts from; None = the working directory of the process that scores."""
+
+    def __post_init__(self) -> None:
+        for name in ("timeout_s", "sqlite_heap_mb", "max_value_mb", "max_compared_rows"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+                raise ValueError(f"bird.{name}={value!r} must be a number above 0")
+        if not isinstance(self.sqlite_heap_mb, int) or self.sqlite_heap_mb < 8:
+            raise ValueError(
+                f"bird.sqlite_heap_mb={self.sqlite_heap_mb!r} must be a whole number of MiB, 8 or more: "
+                "SQLite's page cache alone takes 2"
+            )
+        if self.max_value_mb > 1000:
+            raise ValueError(f"bird.max_value_mb={self.max_value_mb!r} must be at most 1000, SQLite's own limit")
+        if self.comparison not in _MODES:
+            raise ValueError(f"bird.comparison={self.comparison!r} must be one of {', '.join(_MODES)}")
+        if self.float_digits is not None and not 1 <= self.float_digits <= 17:
+            raise ValueError(f"bird.float_digits={self.float_digits!r} must be from 1 to 17, or None for exact")
+
+    @classmethod
+    def parse(cls, settings: "BirdEnvConfig | Mapping[str, Any] | None") -> Self:
+        """Accepts a config, a mapping of field names (a dict, an OmegaConf node) or None for the defaults.
+
+        Raises ValueError for an unknown name, with the nearest known one, and for a value out of range.
+        """
+        if isinstance(settings, cls):
+            return settings
+        if settings is None:
+            return cls()
+        if not isinstance(settings, Mapping):
+            raise ValueError(f"the bird environment's settings are {settings!r}; write a mapping of {setting_names()}")
+        for name in settings:
+            if name not in setting_names():
+                raise ValueError(unknown_setting(str(name)))
+        return cls(**dict(settings))
+
+    def limits(self) -> ExecutionLimits:
+        return ExecutionLimits(
+            timeout_s=self.timeout_s,
+            heap_bytes=self.sqlite_heap_mb * 2**20,
+            max_value_bytes=int(self.max_value_mb * 10**6),
+            max_compared_rows=int(self.max_compared_rows),
+            float_digits=self.float_digits,
+        )
+
+    def resolve(self, db_path: str) -> str:
+        """Returns the path to open for a row's `db_path`."""
+        return db_path if self.db_root is None else os.path.join(self.db_root, db_path)
+
+
+def unknown_setting(name: str) -> str:
+    """Returns the error message for a setting that does not exist."""
+    nearest = difflib.get_close_matches(name, setting_names(), n=1)
+    hint = f"; did you mean {nearest[0]}?" if nearest else "."
+    return f"bird.{name} is not a setting of the bird environment{hint} Known: {', '.join(setting_names())}"
+
+
+def setting_names() -> list[str]:
+    """Returns the names of all settings."""
+    return [field.name for field in dataclasses.fields(BirdEnvConfig)]

@@ -1,0 +1,277 @@
+"""Running one untrusted query: read-only, confined to one file, bounded in time, memory and rows.
+
+What SQLite itself can enforce is enforced here. Two things it cannot: stopping a single built-in call that runs for
+long (the deadline is checked between virtual-machine steps), and bounding memory that Python allocates. Whoever needs
+these runs the query in a process that can be killed and has a memory limit.
+"""
+
+import sqlite3
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from .compare import Fingerprint, RowDigester, Value
+from .database import PathLike, open_read_only
+from .outcome import Outcome
+from .sqltext import first_word, split_statements
+
+FORBIDDEN_STARTS = frozenset(
+    {
+        "ALTER", "ANALYZE", "ATTACH", "BEGIN", "COMMIT", "CREATE", "DELETE", "DETACH", "DROP", "END", "INSERT",
+        "REINDEX", "RELEASE", "REPLACE", "ROLLBACK", "SAVEPOINT", "UPDATE", "VACUUM",
+    }
+)  # fmt: skip
+"""First words of statements that never read."""
+
+FORBIDDEN_FUNCTIONS = frozenset(
+    {"load_extension", "fts3_tokenizer", "readfile", "writefile", "edit", "lsmode", "sqlar_uncompress", "zipfile"}
+)
+"""SQL functions that load code or touch files, in builds of SQLite that have them."""
+
+FORBIDDEN_TABLES = frozenset({"fsdir", "zipfile", "csv", "vfsstat", "sqlite_dbpage"})
+"""Table-valued functions and virtual tables that read files, in builds of SQLite that have them."""
+
+PRAGMAS_ABOUT_A_NAME = frozenset(
+    {"table_info", "table_xinfo", "index_list", "index_info", "index_xinfo", "foreign_key_list"}
+)
+TABLE_FUNCTIONS = frozenset(
+    {"json_each", "json_tree", "pragma_table_list", *(f"pragma_{name}" for name in PRAGMAS_ABOUT_A_NAME)}
+)
+"""Built-in table-valued functions that may be used."""
+
+PRAGMAS_WITHOUT_ARGUMENT = frozenset({"table_list", "data_version", "encoding", "page_size"})
+
+_OPCODES_PER_CHECK = 1000
+_READ_ACTIONS = frozenset({sqlite3.SQLITE_SELECT, sqlite3.SQLITE_RECURSIVE})
+_ACTION_NAMES = {
+    sqlite3.SQLITE_ATTACH: "ATTACH",
+    sqlite3.SQLITE_DETACH: "DETACH",
+    sqlite3.SQLITE_INSERT: "INSERT",
+    sqlite3.SQLITE_UPDATE: "UPDATE",
+    sqlite3.SQLITE_DELETE: "DELETE",
+    sqlite3.SQLITE_TRANSACTION: "a transaction",
+    sqlite3.SQLITE_SAVEPOINT: "a savepoint",
+}
+_UNREADABLE = frozenset(
+    {
+        sqlite3.SQLITE_BUSY,
+        sqlite3.SQLITE_CANTOPEN,
+        sqlite3.SQLITE_CORRUPT,
+        sqlite3.SQLITE_FULL,
+        sqlite3.SQLITE_IOERR,
+        sqlite3.SQLITE_LOCKED,
+        sqlite3.SQLITE_NOTADB,
+        sqlite3.SQLITE_PERM,
+        sqlite3.SQLITE_PROTOCOL,
+    }
+)
+_MAX_ERROR_CHARACTERS = 500
+
+
+class ScorerError(RuntimeError):
+    """The database could not be read; says nothing about the query."""
+
+
+@dataclass(frozen=True)
+class ExecutionLimits:
+    """Bounds on one query."""
+
+    timeout_s: float = 30.0
+    """Wall-clock seconds after which the query is interrupted, between two virtual-machine steps."""
+    heap_bytes: int = 320 * 2**20
+    """SQLite's heap, of this whole process. SQLite can only lower it: the smallest value used so far holds."""
+    max_value_bytes: int = 100_000_000
+    """Longest string or BLOB that may come up anywhere in the query."""
+    max_compared_rows: int = 1_000_000
+    """Rows after which a result is not compared any more."""
+    max_kept_rows: int = 5000
+    """Rows that are returned. All rows are compared, whatever this is."""
+    max_kept_bytes: int = 1_000_000
+    """Bytes of text and BLOBs in the rows that are returned; the first row beyond it is left out, and all after it."""
+    float_digits: int | None = None
+    """Significant digits to which real numbers are rounded before they are compared; None = exact."""
+
+
+@dataclass(frozen=True)
+class QueryResult:
+    """How a query ended, and what it gave."""
+
+    outcome: Outcome
+    """OK, TOO_LARGE, SQL_ERROR, TIMED_OUT, OUT_OF_MEMORY or FORBIDDEN."""
+    error: str = ""
+    """Why it did not end well; empty if it did."""
+    columns: tuple[str, ...] = ()
+    """Column names, if the query ran to its end."""
+    fingerprint: Fingerprint | None = None
+    """Stands for all rows, if the query ran to its end."""
+    rows: tuple[tuple[Value, ...], ...] = ()
+    """The first rows, as many as are kept."""
+    rows_cut: bool = False
+    """There are more rows than `rows` holds."""
+    seconds: float = 0.0
+    """Wall-clock seconds, opening the file included."""
+
+
+def run_query(db_path: PathLike, sql: str, limits: ExecutionLimits) -> QueryResult:
+    """Runs `sql`, exactly as written but for what stands behind its semicolon, against the file `db_path`.
+
+    Raises:
+        ScorerError: the file is unreadable or corrupt.
+        FileNotFoundError, PendingChangesError, sqlite3.OperationalError: see `open_read_only`.
+    """
+    start = time.monotonic()
+    statements = split_statements(sql)
+    if len(statements) != 1:
+        outcome, error = (
+            (Outcome.FORBIDDEN, f"{len(statements)} statements where one is allowed")
+            if statements
+            else (Outcome.SQL_ERROR, "the query is empty")
+        )
+        return QueryResult(outcome, error)
+    word = first_word(statements[0])
+    if word in FORBIDDEN_STARTS:
+        return QueryResult(Outcome.FORBIDDEN, f"{word} is not a read")
+    return _run_statement(db_path, statements[0], limits, start)
+
+
+def _run_statement(db_path: PathLike, statement: str, limits: ExecutionLimits, start: float) -> QueryResult:
+    guard = _Guard(deadline=start + limits.timeout_s)
+    digester = RowDigester(float_digits=limits.float_digits)
+    kept = _KeptRows(limits)
+    outcome, error, columns = Outcome.OK, "", ()
+    connection = open_read_only(db_path)
+    try:
+        _connect_virtual_tables(connection, statement)
+        _confine(connection, limits, guard)
+        cursor = connection.execute(statement)
+        for row in cursor:
+            if digester.row_count >= limits.max_compared_rows:
+                outcome, error = Outcome.TOO_LARGE, f"more than {limits.max_compared_rows} rows"
+                break
+            digester.add(row)
+            kept.add(row)
+        columns = tuple(column[0] for column in cursor.description or ())
+    except MemoryError:
+        outcome, error = Outcome.OUT_OF_MEMORY, "out of memory"
+    except (sqlite3.Error, UnicodeEncodeError) as failure:
+        outcome, error = _classify(failure, guard, db_path)
+    finally:
+        connection.close()
+    finished = outcome is Outcome.OK
+    return QueryResult(
+        outcome=outcome,
+        error=error[:_MAX_ERROR_CHARACTERS],
+        columns=columns if finished else (),
+        fingerprint=digester.fingerprint() if finished else None,
+        rows=tuple(kept.rows) if finished else (),
+        rows_cut=kept.cut if finished else False,
+        seconds=time.monotonic() - start,
+    )
+
+
+class _KeptRows:
+    """The first rows of a result, within the limits on rows and bytes."""
+
+    def __init__(self, limits: ExecutionLimits) -> None:
+        self.rows: list[tuple[Value, ...]] = []
+        self.cut = False
+        self._max_rows = limits.max_kept_rows
+        self._bytes_left = limits.max_kept_bytes
+
+    def add(self, row: tuple[Value, ...]) -> None:
+        if self.cut:
+            return
+        self._bytes_left -= sum(len(value) for value in row if isinstance(value, str | bytes))
+        if len(self.rows) >= self._max_rows or self._bytes_left < 0:
+            self.cut = True
+        else:
+            self.rows.append(row)
+
+
+class _Guard:
+    """What the callbacks that watch a query have seen."""
+
+    def __init__(self, deadline: float) -> None:
+        self.deadline = deadline
+        self.expired = False
+        self.refused = ""
+
+    def interrupt(self) -> bool:
+        self.expired = time.monotonic() > self.deadline
+        return self.expired
+
+    def authorize(self, action: int, first: str | None, second: str | None, *_: str | None) -> int:
+        refusal = _refusal(action, first, second)
+        if not refusal:
+            return sqlite3.SQLITE_OK
+        self.refused = self.refused or refusal
+        return sqlite3.SQLITE_DENY
+
+
+def _refusal(action: int, first: str | None, second: str | None) -> str:
+    """Returns why SQLite's authorizer must refuse an action, or "" if it is a confined read."""
+    if action in _READ_ACTIONS:
+        return ""
+    if action == sqlite3.SQLITE_READ:
+        return f"reading {first}" if (first or "").lower() in FORBIDDEN_TABLES else ""
+    if action == sqlite3.SQLITE_FUNCTION:
+        return f"function {second}" if (second or "").lower() in FORBIDDEN_FUNCTIONS else ""
+    if action == sqlite3.SQLITE_PRAGMA:
+        name = (first or "").lower()
+        allowed = name in PRAGMAS_ABOUT_A_NAME or (name in PRAGMAS_WITHOUT_ARGUMENT and second is None)
+        return "" if allowed else f"PRAGMA {name}"
+    return _ACTION_NAMES.get(action, f"action {action} on {first}")
+
+
+def _confine(connection: sqlite3.Connection, limits: ExecutionLimits, guard: _Guard) -> None:
+    """Bounds the connection; from here on it can only read its own file."""
+    _lower_heap_limit(connection, limits.heap_bytes)
+    # sorters and materialised sub-queries count against the heap limit and leave no file behind
+    connection.execute("PRAGMA temp_store=MEMORY")
+    connection.execute("PRAGMA query_only=ON")
+    connection.setconfig(sqlite3.SQLITE_DBCONFIG_DEFENSIVE, True)
+    connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, limits.max_value_bytes)
+    connection.setlimit(sqlite3.SQLITE_LIMIT_ATTACHED, 0)
+    connection.setlimit(sqlite3.SQLITE_LIMIT_WORKER_THREADS, 0)
+    connection.set_authorizer(guard.authorize)
+    interrupt: Callable[[], bool] = guard.interrupt
+    connection.set_progress_handler(interrupt, _OPCODES_PER_CHECK)
+
+
+def _connect_virtual_tables(connection: sqlite3.Connection, statement: str) -> None:
+    """Sets up what the statement may read through SQLite modules.
+
+    A module declares its columns with statements that look like writes to the schema, and some prepare writes of their
+    own; once it is connected, only reads remain, and the authorizer can tell them apart.
+    """
+    lowered = statement.lower()
+    for function in sorted(TABLE_FUNCTIONS):
+        if function in lowered:
+            connection.execute(f"SELECT 1 FROM {function} LIMIT 0")
+    tables = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table' AND sql LIKE 'CREATE VIRTUAL%'")
+    for (table,) in tables.fetchall():
+        if table.lower() in lowered:
+            connection.execute("SELECT 1 FROM {} LIMIT 0".format('"' + table.replace('"', '""') + '"'))
+
+
+def _lower_heap_limit(connection: sqlite3.Connection, heap_bytes: int) -> None:
+    row = connection.execute(f"PRAGMA hard_heap_limit={heap_bytes}").fetchone()
+    if row is None or not 0 < row[0] <= heap_bytes:
+        raise ScorerError(f"SQLite {sqlite3.sqlite_version} cannot limit its memory; use SQLite 3.31 or newer")
+
+
+def _classify(failure: sqlite3.Error | UnicodeEncodeError, guard: _Guard, db_path: PathLike) -> tuple[Outcome, str]:
+    if guard.refused:
+        return Outcome.FORBIDDEN, f"{guard.refused} is not allowed"
+    if guard.expired:
+        return Outcome.TIMED_OUT, str(failure)
+    # only errors that SQLite itself reports carry a code; the others are about the text of the query
+    extended = failure.sqlite_errorcode if hasattr(failure, "sqlite_errorcode") else sqlite3.SQLITE_ERROR
+    code = extended & 0xFF
+    if code in (sqlite3.SQLITE_TOOBIG, sqlite3.SQLITE_NOMEM) or extended == sqlite3.SQLITE_IOERR_NOMEM:
+        return Outcome.OUT_OF_MEMORY, str(failure)
+    if code in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_AUTH):
+        return Outcome.FORBIDDEN, str(failure)
+    if code in _UNREADABLE and extended != sqlite3.SQLITE_CORRUPT_VTAB:
+        raise ScorerError(f"database {db_path!r} cannot be read: {failure}") from failure
+    return Outcome.SQL_ERROR, str(failure)

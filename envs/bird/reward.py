@@ -1,0 +1,200 @@
+"""Scoring a response: extract the query, run it and the golds, compare, look the reward up."""
+
+import difflib
+import os
+import sqlite3
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .cache import RESULTS, ResultCache
+from .compare import equal_results
+from .config import BirdEnvConfig, setting_names, unknown_setting
+from .database import PendingChangesError
+from .execute import QueryResult, ScorerError
+from .extract import Answer, parse_response
+from .outcome import EXECUTED, NOT_JUDGED, PARTIAL_REWARD, UNDETERMINED, Outcome, reward_of
+from .sqltext import orders_rows
+from .task import database_path, gold_queries
+
+
+@dataclass(frozen=True)
+class Score:
+    """What a response earns, and why."""
+
+    outcome: Outcome
+    reward: float
+    format_correct: bool
+    execution_success: bool
+    """SQLite accepted the response's query and ran it."""
+    sql: str | None
+    """The response's query; None if it has none."""
+    error: str = ""
+    """Why the query, the gold or the scorer failed."""
+    gold_outcome: Outcome = Outcome.OK
+    """How the gold ended; if it is not OK, no response to this question can be judged."""
+    gold_empty: bool = False
+    """Every gold gives no row."""
+    gold_row_count: int = -1
+    """Rows of the gold matched, else of the first that ran; -1 = unknown."""
+    row_count: int = -1
+    """Rows of the response's query; -1 = it did not run to its end."""
+
+    @property
+    def judged(self) -> bool:
+        """False if the score says nothing about the response, which must then not be trained on."""
+        return self.outcome not in NOT_JUDGED
+
+
+def compute_score(
+    data_source: str | None,
+    solution_str: str,
+    ground_truth: str,
+    extra_info: Mapping[str, Any] | None = None,
+    **kwargs: Any,
+) -> dict[str, Any]:
+    """Scores one response; usable as verl's custom reward function.
+
+    Args:
+        data_source: Not used; part of verl's signature.
+        solution_str: The response's text, without the prompt.
+        ground_truth: The gold query, unless `extra_info["alternative_answers"]` lists some.
+        extra_info: `db_path`, and optionally `alternative_answers`.
+        **kwargs: Fields of `BirdEnvConfig`. Others, such as verl passes to every reward function, have no effect,
+            but a name that looks like a misspelt field is refused.
+
+    Returns:
+        score (1.0, 0.1 or 0.0), format_correct, execution_success, outcome (an `Outcome`'s value), judged (False = do
+        not train on it), error, gold_outcome, gold_empty, gold_row_count, row_count (-1 = unknown), comparison (the
+        mode). The same keys always.
+
+    Raises:
+        ValueError: a field is missing, or a setting is unknown or out of range.
+        FileNotFoundError: the database does not exist.
+    """
+    config = BirdEnvConfig.parse(_settings(kwargs))
+    if extra_info is None:
+        raise ValueError("extra_info is None; it must be a mapping with the field db_path")
+    path = config.resolve(database_path(extra_info))
+    if not os.path.isfile(path):
+        raise FileNotFoundError(f"extra_info.db_path: database file {path!r} does not exist")
+    score = score_response(solution_str, gold_queries(ground_truth, extra_info), path, config)
+    return score_record(score, config)
+
+
+def score_record(score: Score, config: BirdEnvConfig) -> dict[str, Any]:
+    """Returns the flat record of a score that `compute_score` describes."""
+    return {
+        "score": score.reward,
+        "format_correct": score.format_correct,
+        "execution_success": score.execution_success,
+        "outcome": score.outcome.value,
+        "judged": score.judged,
+        "error": score.error,
+        "gold_outcome": score.gold_outcome.value,
+        "gold_empty": score.gold_empty,
+        "gold_row_count": score.gold_row_count,
+        "row_count": score.row_count,
+        "comparison": config.comparison,
+    }
+
+
+def score_response(
+    response: str, golds: Sequence[str], db_path: str, config: BirdEnvConfig, *, cache: ResultCache = RESULTS
+) -> Score:
+    """Scores a response against one or more golds. Never raises for what a response holds.
+
+    The golds run first: if they fail, every response to the question gets the same outcome.
+    """
+    return _score(parse_response(response), golds, db_path, config, cache)
+
+
+def score_sql(
+    sql: str, golds: Sequence[str], db_path: str, config: BirdEnvConfig, *, cache: ResultCache = RESULTS
+) -> Score:
+    """Scores a query that stands alone, as a response in the right format would be."""
+    return _score(Answer(sql=sql, format_correct=True), golds, db_path, config, cache)
+
+
+def failed_score(outcome: Outcome, error: str, answer: Answer) -> Score:
+    """Returns the score of a response whose scoring was cut short by `outcome`."""
+    return Score(
+        outcome=outcome,
+        reward=reward_of(outcome, format_correct=answer.format_correct),
+        format_correct=answer.format_correct,
+        execution_success=False,
+        sql=answer.sql,
+        error=error,
+    )
+
+
+def _score(answer: Answer, golds: Sequence[str], db_path: str, config: BirdEnvConfig, cache: ResultCache) -> Score:
+    try:
+        return _score_answer(answer, golds, db_path, config, cache)
+    except (ScorerError, PendingChangesError, OSError, sqlite3.OperationalError) as failure:
+        return failed_score(Outcome.SCORER_FAILED, f"{type(failure).__name__}: {failure}", answer)
+
+
+def _score_answer(
+    answer: Answer, golds: Sequence[str], db_path: str, config: BirdEnvConfig, cache: ResultCache
+) -> Score:
+    limits = config.limits()
+    gold_results = [cache.run(db_path, gold, limits) for gold in golds]
+    gold_failure = _gold_failure(gold_results)
+    if gold_failure is not None:
+        return Score(
+            outcome=Outcome.GOLD_FAILED,
+            reward=reward_of(Outcome.GOLD_FAILED, format_correct=answer.format_correct),
+            format_correct=answer.format_correct,
+            execution_success=False,
+            sql=answer.sql,
+            error=gold_failure.error,
+            gold_outcome=gold_failure.outcome,
+        )
+    usable = [(gold, result) for gold, result in zip(golds, gold_results, strict=True) if result.outcome is Outcome.OK]
+    if answer.sql is None:
+        predicted = QueryResult(Outcome.NO_SQL, "the response holds no query")
+    else:
+        predicted = cache.run(db_path, answer.sql, limits)
+    outcome, matched = predicted.outcome, usable[0][1]
+    if outcome is Outcome.OK:
+        outcome = Outcome.WRONG_RESULT
+        for gold, result in usable:
+            ordered = config.comparison == "ordered" and orders_rows(gold)
+            if equal_results(predicted.fingerprint, result.fingerprint, config.comparison, gold_orders_rows=ordered):
+                outcome, matched = Outcome.OK, result
+                break
+    reward = reward_of(outcome, format_correct=answer.format_correct)
+    if outcome is Outcome.OK and matched.fingerprint.row_count == 0 and not config.empty_gold_earns:
+        reward = PARTIAL_REWARD
+    return Score(
+        outcome=outcome,
+        reward=reward,
+        format_correct=answer.format_correct,
+        execution_success=outcome in EXECUTED,
+        sql=answer.sql,
+        error=predicted.error,
+        gold_empty=all(result.fingerprint.row_count == 0 for _, result in usable),
+        gold_row_count=matched.fingerprint.row_count,
+        row_count=-1 if predicted.fingerprint is None else predicted.fingerprint.row_count,
+    )
+
+
+def _gold_failure(results: Sequence[QueryResult]) -> QueryResult | None:
+    """Returns the result that makes the question impossible to judge, or None.
+
+    A gold that SQLite refuses has no result that a response could equal, so the others decide; a gold whose result
+    stays unknown may be the very one that a response equals.
+    """
+    for result in results:
+        if result.outcome in UNDETERMINED:
+            return result
+    return None if any(result.outcome is Outcome.OK for result in results) else results[0]
+
+
+def _settings(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    names = setting_names()
+    for name in kwargs:
+        if name not in names and difflib.get_close_matches(name, names, n=1, cutoff=0.8):
+            raise ValueError(unknown_setting(name))
+    return {name: value for name, value in kwargs.items() if name in names}
