@@ -11,3 +11,11 @@ class UnsupportedError(ArcticError, ValueError):
 
 class WorkerDiedError(ArcticError):
     """A training or sampling process ended, or stopped answering, while its result was awaited."""
+
+
+class ConfigError(ArcticError, ValueError):
+    """A setting of ours that is unknown, of the wrong type or out of range; one line a problem."""
+
+
+class PlacementError(ArcticError, ValueError):
+    """The workers that a recipe asks for do not fit the cluster; the message names the settings to change."""

@@ -1,0 +1,1 @@
+"""Remote backends: the contract, the registry of names, and one file a backend."""

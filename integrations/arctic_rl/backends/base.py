@@ -1,0 +1,87 @@
+"""The contract between SkyRL's side and whatever trains and samples."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+from ..server.specs import ServerConfig
+
+Batch = dict[str, Any]
+
+
+class RemoteBackend(ABC):
+    """A server that trains a policy, computes log-probs and samples.
+
+    All coroutines of one backend run on one event loop (see ``LoopThread``). Batches have the wire format of
+    ``layout.repack_to_verl``; ``meta`` holds scalars, ``processing`` names post-processors and a loss.
+    """
+
+    @classmethod
+    @abstractmethod
+    def from_config(cls, config: ServerConfig) -> RemoteBackend:
+        """Build the backend; nothing is started before ``initialize``."""
+
+    @abstractmethod
+    async def initialize(self, num_training_steps: int) -> None:
+        """Start every worker; ``num_training_steps`` is the schedule's horizon in optimizer steps."""
+
+    @abstractmethod
+    def dp_size(self, job: str) -> int:
+        """Data-parallel size of ``policy`` or ``ref``."""
+
+    @abstractmethod
+    async def fwd_no_grad(self, job: str, batch: Batch, meta: dict, processing: dict) -> dict:
+        """Run ``job`` (``policy`` or ``ref``) forward; returns ``{"batch": ..., "metrics": ...}``."""
+
+    @abstractmethod
+    async def fwd_bwd(self, batch: Batch, meta: dict, processing: dict) -> dict:
+        """Accumulate one mini-batch's gradient; returns ``{"avg_loss": ..., "metrics": ...}``."""
+
+    @abstractmethod
+    async def step(self) -> dict[str, float]:
+        """One optimizer step; returns ``grad_norm`` (before clipping) and ``lr`` (the one that was used)."""
+
+    @abstractmethod
+    async def generate(self, requests: list[dict]) -> list[dict]:
+        """Sample one response a request, in the order of the requests."""
+
+    @abstractmethod
+    async def sync_weights(self) -> int:
+        """Bring the policy's weights to every engine; returns the version that they now hold."""
+
+    @abstractmethod
+    async def sleep_sampling(self, level: int) -> None:
+        """Release the engines' memory until ``wake_sampling``."""
+
+    @abstractmethod
+    async def wake_sampling(self, tags: list[str] | None) -> None:
+        """Take the engines' memory back."""
+
+    @abstractmethod
+    async def pause_generation(self) -> None:
+        """Hold new requests back until ``resume_generation``."""
+
+    @abstractmethod
+    async def resume_generation(self) -> None:
+        """Let held requests go on."""
+
+    @abstractmethod
+    async def reset_prefix_cache(self) -> None:
+        """Forget every cached prompt block; raises when an engine cannot."""
+
+    @abstractmethod
+    async def empty_training_cache(self) -> None:
+        """Give cached allocator blocks of the training workers back."""
+
+    @abstractmethod
+    async def save_checkpoint(self, directory: str) -> None:
+        """Write weights, optimizer, schedule and random state of every rank below ``directory``."""
+
+    @abstractmethod
+    async def node_ids(self) -> list[str]:
+        """Ray node ids on which training workers run."""
+
+    @abstractmethod
+    async def destroy(self) -> None:
+        """Stop everything that was started; never raises for a worker that is gone already."""

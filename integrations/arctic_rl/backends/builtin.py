@@ -1,0 +1,316 @@
+"""The built-in server: DeepSpeed training workers and vLLM sampling workers as Ray actors."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import os
+import tempfile
+from collections.abc import Awaitable, Iterable
+from pathlib import Path
+from typing import Any
+
+from ..errors import ArcticError, WorkerDiedError
+from ..placement import ClusterDescription, Node, PlacementPlan, PlacementRequest, WorkerPlacement, plan_placement
+from ..server.process import RUN_ID_VARIABLE, log_tail
+from ..server.sampling_worker import SamplingWorker
+from ..server.specs import ServerConfig
+from ..server.training_worker import TrainingWorker
+from .base import Batch, RemoteBackend
+from .sharding import join_rows, split_rows
+
+logger = logging.getLogger(__name__)
+
+DEATH_GRACE_S = 5.0
+
+
+class BuiltinBackend(RemoteBackend):
+    """See ``RemoteBackend``; every worker is one Ray actor with a log file of its own."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        self._config = config
+        self._actors: dict[str, Any] = {}
+        self._watches: dict[str, asyncio.Future] = {}
+        self._version = 0
+        self._outstanding: dict[str, int] = {}
+        self._prompt_engine: dict[int, str] = {}
+        self._running = asyncio.Event()
+        self._running.set()
+        self._weights_dir: str | None = None
+        self._request_count = 0
+        self._lease = asyncio.Condition()
+
+    @classmethod
+    def from_config(cls, config: ServerConfig) -> BuiltinBackend:
+        return cls(config)
+
+    def dp_size(self, job: str) -> int:
+        return self._config.policy_ranks if job == "policy" else self._config.ref_ranks
+
+    async def initialize(self, num_training_steps: int) -> None:
+        plan = plan_placement(placement_request(self._config), describe_cluster())
+        logger.info("placement of the workers:\n%s", plan.table())
+        self._weights_dir = weights_directory(self._config.run_id)
+        self._start_actors(plan)
+        groups = [self._setup_training("policy", num_training_steps), self._setup_sampling()]
+        if self._config.reference is not None:
+            groups.append(self._setup_training("ref", num_training_steps))
+        try:
+            await asyncio.wait_for(asyncio.gather(*groups), self._config.startup_timeout_s)
+        except TimeoutError as error:
+            tails = "\n".join(self._tail(name) for name in self._actors)
+            raise ArcticError(
+                f"the workers were not up within trainer.arctic_rl.startup_timeout_s={self._config.startup_timeout_s}:"
+                f"\n{tails}"
+            ) from error
+
+    async def fwd_no_grad(self, job: str, batch: Batch, meta: dict, processing: dict) -> dict:
+        outputs = await self._run_ranks(job, batch, meta, processing, backward=False)
+        return {"batch": join_rows([output["batch"] for output in outputs]), "metrics": {}}
+
+    async def fwd_bwd(self, batch: Batch, meta: dict, processing: dict) -> dict:
+        outputs = await self._run_ranks("policy", batch, meta, processing, backward=True)
+        result = {"avg_loss": outputs[0]["avg_loss"], "metrics": outputs[0]["metrics"]}
+        result["lr"] = await self._call("policy-0", "learning_rate")
+        if "batch" in outputs[0]:
+            result["batch"] = join_rows([output["batch"] for output in outputs])
+        return result
+
+    async def step(self) -> dict[str, float]:
+        results = await self._call_all(self._names("policy"), "step")
+        return results[0]
+
+    async def generate(self, requests: list[dict]) -> list[dict]:
+        return list(await asyncio.gather(*(self._generate_one(request) for request in requests)))
+
+    async def sync_weights(self) -> int:
+        version = self._version + 1
+        exported = await self._call_all(
+            self._names("policy"), "export_weights", self._weights_dir, version, self._config.sync_dtype
+        )
+        held = await self._call_all(self._names("sampling"), "sync_weights", exported[0], version)
+        if any(engine_version != version for engine_version in held):
+            raise ArcticError(f"weight sync {version} left the engines at versions {held}")
+        self._version = version
+        self._prompt_engine.clear()
+        return version
+
+    async def sleep_sampling(self, level: int) -> None:
+        await self._call_all(self._names("sampling"), "sleep", level)
+
+    async def wake_sampling(self, tags: list[str] | None) -> None:
+        await self._call_all(self._names("sampling"), "wake_up", tags)
+
+    async def pause_generation(self) -> None:
+        """Hold new requests back, and wait until those under way are done."""
+        self._running.clear()
+        async with self._lease:
+            await self._lease.wait_for(lambda: not any(self._outstanding.values()))
+
+    async def resume_generation(self) -> None:
+        self._running.set()
+
+    async def reset_prefix_cache(self) -> None:
+        await self._call_all(self._names("sampling"), "reset_prefix_cache")
+
+    async def empty_training_cache(self) -> None:
+        await self._call_all([*self._names("policy"), *self._names("ref")], "empty_cache")
+
+    async def save_checkpoint(self, directory: str) -> None:
+        await self._call_all(self._names("policy"), "save_checkpoint", directory)
+
+    async def node_ids(self) -> list[str]:
+        return sorted(set(await self._call_all(self._names("policy"), "node_id")))
+
+    async def engine_configs(self) -> dict[str, dict]:
+        """The settings that every built training engine and sampling engine runs with, by worker."""
+        names = [*self._names("policy"), *self._names("sampling")]
+        return dict(zip(names, await self._call_all(names, "engine_config"), strict=True))
+
+    async def destroy(self) -> None:
+        import ray
+
+        for watch in self._watches.values():
+            watch.cancel()
+        self._watches.clear()
+        shutdowns = [self._actors[name].shutdown.remote() for name in self._names("sampling")]
+        if shutdowns:
+            await asyncio.to_thread(
+                ray.wait, shutdowns, num_returns=len(shutdowns), timeout=self._config.shutdown_timeout_s
+            )
+        for actor in self._actors.values():
+            ray.kill(actor)
+        self._actors.clear()
+        if self._weights_dir is not None:
+            remove_tree(self._weights_dir)
+
+    def _names(self, job: str) -> list[str]:
+        return [name for name in self._actors if name.rsplit("-", 1)[0] == job]
+
+    def _log_file(self, name: str) -> str:
+        return str(Path(self._config.log_dir) / f"{name}.log")
+
+    def _start_actors(self, plan: PlacementPlan) -> None:
+        for worker in plan.workers:
+            self._actors[f"{worker.job}-{worker.rank}"] = self._start_actor(worker, len(plan.of(worker.job)))
+        self._outstanding = dict.fromkeys(self._names("sampling"), 0)
+        self._watches = {name: asyncio.ensure_future(_as_future(self._watch(name))) for name in self._actors}
+
+    def _watch(self, name: str) -> Any:
+        method = self._actors[name].watch
+        return method.remote() if name.startswith("sampling") else method.options(concurrency_group="watch").remote()
+
+    def _start_actor(self, worker: WorkerPlacement, world_size: int) -> Any:
+        import ray
+
+        env_vars = {**self._config.env_vars, RUN_ID_VARIABLE: self._config.run_id}
+        options = {"num_cpus": 0, "num_gpus": 0, "runtime_env": {"env_vars": env_vars}, "max_restarts": 0}
+        name = f"{worker.job}-{worker.rank}"
+        if worker.job == "sampling":
+            spec = dataclasses.replace(self._config.sampling, log_file=self._log_file(name))
+            return ray.remote(SamplingWorker).options(**options, max_concurrency=10_000).remote(spec)
+        spec = self._config.policy if worker.job == "policy" else self._config.reference
+        options["concurrency_groups"] = {"watch": 1}
+        actor = ray.remote(TrainingWorker).options(**options)
+        return actor.remote(spec, worker.rank, world_size, self._log_file(name))
+
+    async def _setup_training(self, job: str, num_training_steps: int) -> None:
+        names = self._names(job)
+        address, port = await self._call(names[0], "address")
+        await self._call_all(names, "setup", address, port, num_training_steps)
+
+    async def _setup_sampling(self) -> None:
+        await self._call_all(self._names("sampling"), "setup")
+
+    async def _run_ranks(self, job: str, batch: Batch, meta: dict, processing: dict, *, backward: bool) -> list[dict]:
+        meta = dict(meta)
+        max_tokens = meta.pop("max_token_len_per_gpu")
+        names = self._names(job)
+        shards = split_rows(batch, len(names))
+        calls = {
+            name: self._actors[name].run.remote(
+                shard, meta, processing, backward=backward, max_tokens_per_mb=max_tokens
+            )
+            for name, shard in zip(names, shards, strict=True)
+        }
+        return await self._gather(calls)
+
+    async def _generate_one(self, request: dict) -> dict:
+        await self._running.wait()
+        name = self._choose_engine(request["prompt_token_ids"])
+        self._request_count += 1
+        request_id = f"{name}-{self._request_count}"
+        self._outstanding[name] += 1
+        try:
+            return await self._call(
+                name,
+                "generate",
+                request["prompt_token_ids"],
+                request["params"],
+                request_id,
+                request.get("cache_salt"),
+            )
+        finally:
+            self._outstanding[name] -= 1
+            async with self._lease:
+                self._lease.notify_all()
+
+    def _choose_engine(self, prompt_token_ids: Iterable[int]) -> str:
+        """The engine that has the prompt cached already, else the one with the fewest requests under way."""
+        key = hash(tuple(prompt_token_ids))
+        if key not in self._prompt_engine:
+            self._prompt_engine[key] = min(self._outstanding, key=self._outstanding.__getitem__)
+        return self._prompt_engine[key]
+
+    async def _call(self, name: str, method: str, *args: Any) -> Any:
+        return (await self._call_all([name], method, *args))[0]
+
+    async def _call_all(self, names: list[str], method: str, *args: Any) -> list[Any]:
+        return await self._gather({name: getattr(self._actors[name], method).remote(*args) for name in names})
+
+    async def _gather(self, calls: dict[str, Any]) -> list[Any]:
+        """Results of one call a worker; the first failure of a call, or the death of any worker, ends the wait."""
+        if not calls:
+            return []
+        futures = {name: asyncio.ensure_future(_as_future(ref)) for name, ref in calls.items()}
+        pending: set[Awaitable] = set(futures.values())
+        try:
+            while pending:
+                done, _ = await asyncio.wait({*pending, *self._watches.values()}, return_when=asyncio.FIRST_COMPLETED)
+                pending -= done
+                if any(_failed(future) for future in done):
+                    raise await self._explain({**futures}) from None
+            return [future.result() for future in futures.values()]
+        finally:
+            for future in futures.values():
+                if not future.done():
+                    future.cancel()
+                elif not future.cancelled():
+                    future.exception()
+
+    async def _explain(self, futures: dict[str, asyncio.Future]) -> Exception:
+        """The error to raise: a dead worker's if one is found within a short grace time, else the first failure."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(DEATH_GRACE_S):
+                while not any(_failed(watch) for watch in self._watches.values()):
+                    await asyncio.wait(self._watches.values(), return_when=asyncio.FIRST_COMPLETED)
+        dead = [name for name, watch in self._watches.items() if _failed(watch)]
+        if dead:
+            tails = "\n".join(self._tail(name) for name in dead)
+            causes = "; ".join(f"{name}: {_first_line(self._watches[name].exception())}" for name in dead)
+            return WorkerDiedError(f"worker {', '.join(dead)} died ({causes})\n{tails}")
+        name, error = next((n, f.exception()) for n, f in futures.items() if _failed(f))
+        cause = getattr(error, "cause", None) or error
+        return ArcticError(f"worker {name} failed: {type(cause).__name__}: {cause}\n{self._tail(name)}")
+
+    def _tail(self, name: str) -> str:
+        return f"--- last log lines of {name} ({self._log_file(name)})\n{log_tail(self._log_file(name))}"
+
+
+def _failed(future: asyncio.Future) -> bool:
+    return future.done() and not future.cancelled() and future.exception() is not None
+
+
+def _first_line(error: BaseException | None) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+async def _as_future(ref: Any) -> Any:
+    return await ref
+
+
+def placement_request(config: ServerConfig) -> PlacementRequest:
+    """The processes that a server config asks for."""
+    return PlacementRequest(
+        policy_ranks=config.policy_ranks,
+        ref_ranks=config.ref_ranks,
+        engines=config.engines,
+        max_cpu_workers=config.max_cpu_workers,
+    )
+
+
+def describe_cluster() -> ClusterDescription:
+    """The live nodes of the Ray cluster, this one first."""
+    import ray
+
+    here = ray.get_runtime_context().get_node_id()
+    nodes = [
+        Node(node["NodeID"], int(node["Resources"].get("CPU", 0)), int(node["Resources"].get("GPU", 0)))
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
+    return ClusterDescription(tuple(sorted(nodes, key=lambda node: (node.node_id != here, node.node_id))))
+
+
+def weights_directory(run_id: str) -> str:
+    """A fresh folder in shared memory, or in the temporary folder where there is none."""
+    base = "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
+    return tempfile.mkdtemp(prefix=f"arctic-rl-{run_id}-", dir=base)
+
+
+def remove_tree(directory: str) -> None:
+    import shutil
+
+    shutil.rmtree(directory, ignore_errors=True)

@@ -1,0 +1,138 @@
+"""The ``trainer.arctic_rl.*`` settings and the checks that need nothing but themselves."""
+
+from __future__ import annotations
+
+import difflib
+import typing
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, get_args, get_origin
+
+from .errors import ConfigError
+
+PREFIX = "trainer.arctic_rl"
+
+
+@dataclass
+class ArcticRLConfig:
+    """Settings of the Arctic RL backend; every one is optional.
+
+    What SkyRL's own config says (learning rate, clip range, batch sizes, placement, sampling) is read from there.
+
+    Raises:
+        ConfigError: when a value has the wrong type, is outside its choices or outside its range.
+    """
+
+    backend: str = "builtin"
+    """Name of the registered remote backend that trains and samples."""
+    zero_stage: Literal[0, 2, 3] = 2
+    """DeepSpeed ZeRO stage of the policy: 0 replicates everything, 2 shards optimizer and gradients, 3 weights too."""
+    max_cpu_workers: int = 4
+    """Without GPUs, the most worker processes (training ranks, reference ranks and engines) one run may start."""
+    cpu_threads: int | None = None
+    """Compute threads of each CPU worker; None = the cores of the machine, since training and sampling alternate."""
+    cpu_kv_cache_gib: float = 0.25
+    """Key-value cache of each vLLM engine on a CPU, in GiB."""
+    env_modules: list[str] = field(default_factory=list)
+    """Modules that register gym environments; imported in every process that makes or runs environments."""
+    processor_modules: list[str] = field(default_factory=list)
+    """Modules that register post-processors or losses; imported in every training worker."""
+    scoring_workers: int | None = None
+    """Processes that run environment calls; None = the cores of the machine, at most 8."""
+    scoring_time_limit_s: float = 30.0
+    """Seconds after which one environment call is killed together with its process, which is then replaced."""
+    scoring_memory_limit_mb: int = 512
+    """Memory limit of one scoring process, in MiB."""
+    max_scorer_failures: int = 0
+    """Failures of the scorer itself (not of a model's answer) that a run survives; one more ends it."""
+    startup_timeout_s: float = 600.0
+    """Seconds that bringing up all workers may take."""
+    shutdown_timeout_s: float = 20.0
+    """Seconds that workers get to stop by themselves before they are killed."""
+
+    def __post_init__(self) -> None:
+        problems = [*_type_problems(self), *_range_problems(self)]
+        if problems:
+            raise ConfigError("\n".join(problems))
+
+
+_RANGES: dict[str, tuple[float, float | None]] = {
+    "max_cpu_workers": (2, 64),
+    "cpu_threads": (1, 1024),
+    "cpu_kv_cache_gib": (0.01, None),
+    "scoring_workers": (1, 1024),
+    "scoring_time_limit_s": (0.1, None),
+    "scoring_memory_limit_mb": (256, None),
+    "max_scorer_failures": (0, None),
+    "startup_timeout_s": (1, None),
+    "shutdown_timeout_s": (0.1, None),
+}
+
+
+def _matches(value: Any, hint: Any) -> bool:
+    origin = get_origin(hint)
+    if origin is Literal:
+        return any(value == choice and type(value) is type(choice) for choice in get_args(hint))
+    if origin is list:
+        return isinstance(value, list) and all(_matches(item, get_args(hint)[0]) for item in value)
+    if origin is not None:
+        return any(_matches(value, option) for option in get_args(hint))
+    if isinstance(value, bool):
+        return hint is bool
+    if hint is float:
+        return isinstance(value, int | float)
+    return isinstance(value, hint)
+
+
+def _describe(hint: Any) -> str:
+    if get_origin(hint) is Literal:
+        return "one of " + ", ".join(str(choice) for choice in get_args(hint))
+    if get_origin(hint) is list:
+        return "a list of " + _describe(get_args(hint)[0])
+    if get_origin(hint) is not None:
+        return " or ".join(_describe(option) for option in get_args(hint))
+    return {int: "a whole number", float: "a number", str: "a text", bool: "true or false", type(None): "null"}[hint]
+
+
+def _type_problems(config: ArcticRLConfig) -> Iterable[str]:
+    hints = typing.get_type_hints(type(config))
+    for item in fields(config):
+        value = vars(config)[item.name]
+        if not _matches(value, hints[item.name]):
+            yield f"{PREFIX}.{item.name}={value!r} is not {_describe(hints[item.name])}"
+
+
+def _range_problems(config: ArcticRLConfig) -> Iterable[str]:
+    for name, (low, high) in _RANGES.items():
+        value = vars(config)[name]
+        if value is None or isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        if value < low or (high is not None and value > high):
+            limit = f"at least {low}" if high is None else f"between {low} and {high}"
+            yield f"{PREFIX}.{name}={value!r} is out of range: write a value {limit}"
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """A hint naming the known name closest to ``name``, or listing all of them."""
+    known = sorted(known)
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"did you mean {close[0]!r}?" if close else f"known names: {', '.join(known)}"
+
+
+def check_setting_names(overrides: Iterable[str]) -> None:
+    """Refuse unknown names below ``trainer.arctic_rl`` in a list of ``key=value`` overrides.
+
+    Raises:
+        ConfigError: one line for each unknown name, with the nearest known one.
+    """
+    known = {item.name for item in fields(ArcticRLConfig)}
+    problems = []
+    for override in overrides:
+        key = override.split("=", 1)[0].lstrip("+")
+        if not key.startswith(f"{PREFIX}."):
+            continue
+        name = key.removeprefix(f"{PREFIX}.")
+        if name not in known:
+            problems.append(f"{key} is not a setting of the Arctic RL backend: {nearest(name, known)}")
+    if problems:
+        raise ConfigError("\n".join(problems))

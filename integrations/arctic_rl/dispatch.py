@@ -1,0 +1,296 @@
+"""SkyRL's ``WorkerDispatch`` contract, spoken to a remote backend."""
+
+from __future__ import annotations
+
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from skyrl.backends.skyrl_train.distributed.dispatch import WorkerOutput
+from skyrl.backends.skyrl_train.training_batch import TrainingInputBatch, pad_training_input_batch
+
+from .backends.base import RemoteBackend
+from .backends.loop_thread import LoopThread
+from .errors import UnsupportedError
+from .layout import repack_to_verl, response_to_skyrl
+from .loss_config import actor_config, skyrl_metrics
+from .step_log import STEP_LOG_NAME, StepLog
+
+StagedMiniBatch = TrainingInputBatch
+
+
+class ArcticDispatch:
+    """Every call that SkyRL 0.4.0's trainer makes on its dispatch.
+
+    Rows keep SkyRL's order; a mini-batch whose rows do not divide by the data-parallel size is padded with rows that
+    carry no loss, and their outputs are dropped.
+
+    Args:
+        cfg: the validated SkyRL config.
+        backend: an initialised backend.
+        loop: the loop on which the backend's coroutines run.
+        pad_token_id: id that fills what lies outside a row.
+        inference_client: the client whose weight version follows each sync.
+    """
+
+    def __init__(
+        self, cfg: Any, backend: RemoteBackend, loop: LoopThread, *, pad_token_id: int, inference_client: Any
+    ) -> None:
+        self._cfg = cfg
+        self._backend = backend
+        self._loop = loop
+        self._pad_token_id = pad_token_id
+        self._inference_client = inference_client
+        self._actor_config = actor_config(cfg)
+        self._step_log = StepLog(Path(cfg.trainer.log_path) / STEP_LOG_NAME)
+        self._last_weight_sync_s: float | None = None
+        self._uses_reference = cfg.trainer.algorithm.use_kl_loss or cfg.trainer.algorithm.use_kl_in_reward
+
+    def get_lcm_dp_size(self) -> int:
+        """Rows of a batch must be a multiple of this: it divides by the ranks of every model."""
+        return math.lcm(self._backend.dp_size("policy"), self._backend.dp_size("ref") if self._uses_reference else 1)
+
+    def dp_size(self, model: str) -> int:
+        self._check_model(model)
+        return self._backend.dp_size(model)
+
+    def stage_data(
+        self, model: str, data: TrainingInputBatch, mini_batch_boundaries: list[tuple[int, int]]
+    ) -> list[StagedMiniBatch]:
+        """Cut a batch into its mini-batches; each is what ``*_from_staged`` takes as ``chunk_refs``."""
+        self._check_model(model)
+        return [data[start:end] for start, end in mini_batch_boundaries]
+
+    def forward(
+        self,
+        model: str,
+        data: TrainingInputBatch,
+        loss_fn: str | None = None,
+        loss_fn_config: dict[str, Any] | None = None,
+        model_id: str | None = None,
+    ) -> WorkerOutput:
+        """Log-probs under the policy or the reference model of each row's last ``response_length`` tokens.
+
+        That window, taken from ``data.metadata``, holds every response right-aligned, and in front of a shorter one
+        the end of its prompt: SkyRL sends no response mask with a forward pass.
+
+        Returns:
+            One ``{"logprobs": list}`` a row, as wide as the window, 0 where the row has no token.
+        """
+        self._refuse_tinker_arguments(loss_fn, loss_fn_config, model_id)
+        self._check_model(model)
+        padded, rows = self._pad_rows(model, data)
+        window = padded.metadata["response_length"]
+        mask = padded["attention_mask"][:, -window:]
+        rows_only = {
+            "sequences": padded["sequences"],
+            "attention_mask": padded["attention_mask"],
+            "response_mask": mask,
+        }
+        batch = repack_to_verl(rows_only, self._pad_token_id)
+        meta = self._meta(model, batch, "micro_forward_batch_size_per_gpu")
+        result = self._loop.run(
+            self._backend.fwd_no_grad(model, batch, meta, {"post": ["compute_logprobs"], "config": {}})
+        )
+        width = batch["responses"].shape[1]
+        logprobs = response_to_skyrl(result["batch"]["logprobs"][:, -width:], mask)
+        return WorkerOutput(loss_fn_outputs=[{"logprobs": row} for row in logprobs[:rows].tolist()])
+
+    def forward_from_staged(
+        self,
+        model: str,
+        chunk_refs: StagedMiniBatch,
+        loss_fn: str | None = None,
+        loss_fn_config: dict[str, Any] | None = None,
+        model_id: str | None = None,
+    ) -> WorkerOutput:
+        """``forward`` on a staged mini-batch."""
+        return self.forward(model, chunk_refs, loss_fn, loss_fn_config, model_id)
+
+    def forward_backward(
+        self,
+        model: str,
+        data: TrainingInputBatch,
+        loss_fn: str | None = None,
+        loss_fn_config: dict[str, Any] | None = None,
+        model_id: str | None = None,
+    ) -> WorkerOutput:
+        """Accumulate the gradient of one mini-batch; ``optim_step`` applies it.
+
+        Returns:
+            Scalar metrics under SkyRL's names, means over the whole mini-batch.
+        """
+        self._refuse_tinker_arguments(loss_fn, loss_fn_config, model_id)
+        self._check_model(model, trained=True)
+        padded, _ = self._pad_rows(model, data)
+        batch = repack_to_verl(padded, self._pad_token_id)
+        batch = {key: value for key, value in batch.items() if key not in _DRIVER_ONLY}
+        batch["old_log_probs"] = batch.pop("action_log_probs")
+        if "base_action_log_probs" in batch:
+            batch["ref_log_prob"] = batch.pop("base_action_log_probs")
+        meta = self._meta(model, batch, "micro_train_batch_size_per_gpu")
+        processing = {"loss_fn": "grpo", "config": self._actor_config}
+        result = self._loop.run(self._backend.fwd_bwd(batch, meta, processing))
+        self._step_log.mini_batch(result, num_tokens=meta["batch_num_tokens"], num_rows=meta["global_batch_size"])
+        metrics = skyrl_metrics(self._cfg, result, response_length=batch["responses"].shape[1])
+        return WorkerOutput(metrics=metrics)
+
+    def forward_backward_from_staged(
+        self,
+        model: str,
+        chunk_refs: StagedMiniBatch,
+        loss_fn: str | None = None,
+        loss_fn_config: dict[str, Any] | None = None,
+        model_id: str | None = None,
+    ) -> WorkerOutput:
+        """``forward_backward`` on a staged mini-batch."""
+        return self.forward_backward(model, chunk_refs, loss_fn, loss_fn_config, model_id)
+
+    def optim_step(self, model: str, model_id: str | None = None) -> float | None:
+        """One optimizer step; returns the gradient's L2 norm before clipping, None when clipping is off."""
+        self._refuse_tinker_arguments(None, None, model_id)
+        self._check_model(model, trained=True)
+        result = self._loop.run(self._backend.step())
+        self._step_log.optimizer_step(result)
+        return result["grad_norm"]
+
+    def empty_cache(self, model: str | None = None) -> None:
+        if model is not None:
+            self._check_model(model)
+        self._loop.run(self._backend.empty_training_cache())
+
+    def get_node_ids(self) -> list[str]:
+        return self._loop.run(self._backend.node_ids())
+
+    def mark_all_offloaded(self) -> None:
+        """Nothing to mark: the backend itself keeps track of what is in memory."""
+
+    def init_weight_sync_state(self, inference_engine_client: Any) -> None:
+        """Nothing to prepare: the backend connects its own training and sampling workers.
+
+        Raises:
+            UnsupportedError: for a client that is not the one this dispatch syncs to.
+        """
+        if inference_engine_client is not self._inference_client:
+            raise UnsupportedError(
+                f"the inference client {type(inference_engine_client).__name__} is not the backend's own: "
+                "use the one that the experiment's get_inference_client returns"
+            )
+
+    async def save_weights_for_sampler(self, model_id: str | None = None) -> None:
+        """Bring the policy's weights to the engines, with no request under way, and drop what they cached."""
+        self._refuse_tinker_arguments(None, None, model_id)
+        await self._loop.wait(self._sync_weights())
+        self._inference_client.increment_weight_version()
+
+    async def _sync_weights(self) -> None:
+        start = time.perf_counter()
+        await self._backend.pause_generation()
+        try:
+            await self._backend.wake_sampling(["weights"])
+            await self._backend.sync_weights()
+            await self._backend.wake_sampling(["kv_cache"])
+            await self._backend.reset_prefix_cache()
+        finally:
+            await self._backend.resume_generation()
+        self._last_weight_sync_s = time.perf_counter() - start
+
+    def get_timing_metrics(self) -> dict[str, float]:
+        """Seconds of the last weight sync; empty before the first."""
+        if self._last_weight_sync_s is None:
+            return {}
+        return {"sync_weights_only_transfer": self._last_weight_sync_s}
+
+    def save_checkpoint(self, model: str, ckpt_dir: str, tokenizer: Any = None, model_id: str | None = None) -> None:
+        """Write the policy's weights, optimizer, schedule and random state, and the tokenizer beside them."""
+        self._refuse_tinker_arguments(None, None, model_id)
+        self._check_model(model, trained=True)
+        self._loop.run(self._backend.save_checkpoint(ckpt_dir))
+        if tokenizer is not None:
+            tokenizer.save_pretrained(f"{ckpt_dir}/huggingface")
+
+    def finalize_pending_saves(self, model: str) -> None:
+        """Nothing pends: ``save_checkpoint`` returns when everything is written."""
+        self._check_model(model, trained=True)
+
+    def load_checkpoint(
+        self,
+        model: str,
+        ckpt_dir: str,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        model_id: str | None = None,
+    ) -> None:
+        raise UnsupportedError(
+            f"loading the checkpoint {ckpt_dir} is not there yet: write trainer.resume_mode=null to start afresh"
+        )
+
+    def save_hf_model(self, model: str, export_dir: str, tokenizer: Any) -> None:
+        raise UnsupportedError(
+            f"exporting a Hugging Face model to {export_dir} is not there yet: write trainer.hf_save_interval=-1 "
+            "and trainer.update_ref_every_epoch=false"
+        )
+
+    def init_model(self, model: str, model_path: str, num_training_steps: int | None = None) -> None:
+        raise UnsupportedError(
+            f"initialising {model} again from {model_path} is not there yet: write "
+            "trainer.update_ref_every_epoch=false"
+        )
+
+    def start_profile(self, model: str, config: dict | None = None) -> None:
+        self._refuse_profiling()
+
+    def profile_step(self, model: str) -> None:
+        self._refuse_profiling()
+
+    def stop_profile(self, model: str, *, raise_on_error: bool = False) -> None:
+        self._refuse_profiling()
+
+    def _refuse_profiling(self) -> None:
+        raise UnsupportedError(
+            "profiling the workers is not there yet: write trainer.policy.torch_profiler_config.enable=false"
+        )
+
+    def _refuse_tinker_arguments(
+        self, loss_fn: str | None, loss_fn_config: dict[str, Any] | None, model_id: str | None
+    ) -> None:
+        given = {"loss_fn": loss_fn, "loss_fn_config": loss_fn_config, "model_id": model_id}
+        for name, value in given.items():
+            if value is not None:
+                raise UnsupportedError(f"{name}={value!r} is not served: leave it at None")
+
+    def _check_model(self, model: str, *, trained: bool = False) -> None:
+        known = ["policy"] if trained or not self._uses_reference else ["policy", "ref"]
+        if model not in known:
+            raise UnsupportedError(f"model {model!r} is not served here: known models are {', '.join(known)}")
+
+    def _pad_rows(self, model: str, data: TrainingInputBatch) -> tuple[TrainingInputBatch, int]:
+        rows = len(data)
+        missing = (-rows) % self._backend.dp_size(model)
+        return (pad_training_input_batch(data, missing), rows) if missing else (data, rows)
+
+    def _meta(self, model: str, batch: dict[str, torch.Tensor], micro_batch_setting: str) -> dict[str, Any]:
+        rows, width = batch["input_ids"].shape
+        mask = batch.get("loss_mask", batch["response_mask"])
+        longest = int(batch["attention_mask"].sum(dim=1).max())
+        trainer = self._cfg.trainer
+        budget = trainer.max_tokens_per_microbatch
+        if budget <= 0:
+            budget = vars(trainer)[micro_batch_setting] * longest
+        return {
+            "pad_token_id": self._pad_token_id,
+            "temperature": trainer.algorithm.temperature,
+            "rollout_n": self._cfg.generator.n_samples_per_prompt,
+            "max_prompt_len": width - batch["responses"].shape[1],
+            "max_response_len": batch["responses"].shape[1],
+            "max_token_len_per_gpu": max(budget, longest),
+            "batch_num_tokens": int(mask.sum()),
+            "global_batch_size": rows,
+            "dp_size": self._backend.dp_size(model),
+            "calculate_entropy": True,
+        }
+
+
+_DRIVER_ONLY = ("rollout_logprobs", "rewards", "returns", "values")

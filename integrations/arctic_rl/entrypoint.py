@@ -1,0 +1,145 @@
+"""``trainer.override_entrypoint=integrations.arctic_rl.entrypoint``: run a SkyRL recipe on a remote backend."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import uuid
+from pathlib import Path
+from typing import Any
+
+from .errors import ArcticError
+
+CANCEL_GRACE_S = 40.0
+
+
+def main() -> None:
+    """Parse the command line's recipe, refuse what cannot be honoured, train, clean up.
+
+    Ends the process with status 1 and one message when the recipe is refused or the run fails.
+    """
+    try:
+        run(load_config(sys.argv[1:]))
+    except ArcticError as error:
+        sys.exit(f"error: {error}")
+
+
+def load_config(arguments: list[str]) -> Any:
+    """The validated config of a recipe.
+
+    Args:
+        arguments: ``key=value`` overrides.
+
+    Raises:
+        ConfigError: for a setting of ours that is unknown or out of range, or a file that is not there.
+        UnsupportedError: for settings of SkyRL that this backend refuses, all of them at once.
+        AssertionError, ValueError: SkyRL's own checks.
+    """
+    from loguru import logger
+    from skyrl.train.utils import validate_cfg
+
+    from .preflight import preflight
+    from .skyrl_config import parse_config
+    from .support import check_supported, without_effect
+
+    cfg = parse_config(arguments)
+    validate_cfg(cfg)
+    check_supported(cfg)
+    ignored = without_effect(cfg)
+    if ignored:
+        logger.warning("settings without effect on this backend:\n" + "\n".join(f"- {line}" for line in ignored))
+    preflight(cfg)
+    return cfg
+
+
+def run(cfg: Any) -> None:
+    """Run a validated recipe in a Ray task and stop everything that was started.
+
+    Raises:
+        ArcticError: when the run fails, with the cause.
+    """
+    import ray
+
+    from .server.process import kill_run
+
+    run_id = uuid.uuid4().hex[:12]
+    started_ray = not ray.is_initialized()
+    previous = signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        env_vars = initialize_ray(cfg, run_id)
+        check_placement(cfg)
+        task = ray.remote(num_cpus=1, max_retries=0)(experiment).remote(cfg, run_id, env_vars)
+        _await_task(task)
+    finally:
+        if started_ray:
+            ray.shutdown()
+        kill_run(run_id)
+        signal.signal(signal.SIGTERM, previous)
+
+
+def experiment(cfg: Any, run_id: str, env_vars: dict[str, str]) -> None:
+    """The whole run, in one Ray task, so that the training loop never lives on the head node."""
+    from .experiment import ArcticExp
+
+    ArcticExp(cfg, run_id=run_id, env_vars=env_vars).run()
+
+
+def initialize_ray(cfg: Any, run_id: str) -> dict[str, str]:
+    """Start or join Ray with the run's environment, and sync SkyRL's registries to it.
+
+    Replaces SkyRL's ``initialize_ray`` for its GPU probe; the log file it announces and the registries are kept.
+
+    Returns:
+        The environment variables of the run's processes.
+    """
+    import ray
+    from skyrl.backends.skyrl_train.utils.ppo_utils import sync_registries
+
+    from .runtime_env import runtime_env_vars
+
+    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
+    Path(cfg.trainer.log_path).mkdir(parents=True, exist_ok=True)
+    env_vars = runtime_env_vars(cfg, run_id)
+    if not ray.is_initialized():
+        ray.init(runtime_env={"env_vars": env_vars}, log_to_driver=True, include_dashboard=False)
+    sync_registries()
+    return env_vars
+
+
+def check_placement(cfg: Any) -> None:
+    """Refuse a recipe whose workers do not fit the cluster, before any of them starts.
+
+    Raises:
+        PlacementError: with the settings to change.
+    """
+    from .backends.builtin import describe_cluster, placement_request
+    from .placement import plan_placement
+    from .server_config import server_config
+
+    if cfg.trainer.arctic_rl.backend == "builtin":
+        plan_placement(placement_request(server_config(cfg, run_id="", env_vars={})), describe_cluster())
+
+
+def _await_task(task: Any) -> None:
+    import ray
+
+    try:
+        ray.get(task)
+    except KeyboardInterrupt:
+        ray.cancel(task, force=False)
+        ray.wait([task], timeout=CANCEL_GRACE_S)
+        raise ArcticError("interrupted: the run was stopped and its workers with it") from None
+    except ray.exceptions.RayTaskError as error:
+        cause = error.cause if isinstance(error.cause, Exception) else error
+        raise ArcticError(f"the run failed: {type(cause).__name__}: {cause}") from error
+    except ray.exceptions.RayError as error:
+        raise ArcticError(f"the run's own process failed: {error}") from error
+
+
+def _interrupt(signal_number: int, frame: Any) -> None:
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""Our part of a SkyRL experiment: a mixin for ``BasePPOExp`` and a recipe's subclasses of it."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from loguru import logger
+from skyrl.train.entrypoints.main_base import BasePPOExp
+
+from .backend_client import SamplingClient
+from .backends import registry
+from .backends.loop_thread import LoopThread
+from .compose import apply_mixin
+from .environments import environment_modules, register_environments
+from .generator import ArcticGeneratorMixin
+from .inference import ArcticInferenceClient
+from .prompt_dataset import make_prompt_dataset
+from .scoring import ScoringConfig
+from .server_config import server_config
+from .trainer import ArcticTrainerMixin
+
+
+class ArcticExpMixin:
+    """Put before an experiment class: ``class MyExp(ArcticExpMixin, BasePPOExp)``.
+
+    The experiment's own trainer and generator are built by the experiment, then given our mixins.
+    """
+
+    def __init__(self, cfg: Any, *, run_id: str, env_vars: dict[str, str]) -> None:
+        register_environments(cfg.trainer.arctic_rl.env_modules)
+        self._arctic_loop = LoopThread("arctic-backend")
+        backend_class = registry.get(cfg.trainer.arctic_rl.backend)
+        self._arctic_backend = backend_class.from_config(server_config(cfg, run_id=run_id, env_vars=env_vars))
+        self._arctic_generator: Any = None
+        super().__init__(cfg)
+
+    def get_colocate_pg(self, timeout: int = 0) -> None:
+        """No placement group: SkyRL's asks Ray for one GPU an engine rank; the backend places its own workers."""
+        return None
+
+    def get_train_dataset(self) -> Any:
+        """SkyRL's dataset, tokenised without its eight processes, which each import the whole stack.
+
+        Raises:
+            ValueError: when the dataset is smaller than one batch.
+        """
+        dataset = self._prompt_dataset(self.cfg.data.train_data)
+        if len(dataset) < self.cfg.trainer.train_batch_size:
+            raise ValueError(
+                f"data.train_data holds {len(dataset)} prompts of at most "
+                f"trainer.max_prompt_length={self.cfg.trainer.max_prompt_length} tokens, fewer than "
+                f"trainer.train_batch_size={self.cfg.trainer.train_batch_size}"
+            )
+        return dataset
+
+    def get_eval_dataset(self) -> Any:
+        """SkyRL's dataset without its eight processes; None when evaluation is off."""
+        if self.cfg.trainer.eval_interval > 0 and self.cfg.data.val_data:
+            return self._prompt_dataset(self.cfg.data.val_data)
+        return None
+
+    def _prompt_dataset(self, files: list[str]) -> Any:
+        return make_prompt_dataset(files, self.tokenizer, self.cfg.trainer.max_prompt_length)
+
+    def get_inference_client(self) -> Any:
+        """The backend's engines behind SkyRL's interface, in place of its HTTP servers."""
+        return ArcticInferenceClient(
+            SamplingClient(self._arctic_backend, self._arctic_loop),
+            tokenizer=self.tokenizer,
+            model_name=self.cfg.trainer.policy.model.path,
+        )
+
+    def get_generator(self, cfg: Any, tokenizer: Any, inference_engine_client: Any) -> Any:
+        """The experiment's own generator, with environment calls sent to the scoring pool."""
+        generator = super().get_generator(cfg, tokenizer, inference_engine_client)
+        arctic = cfg.trainer.arctic_rl
+        apply_mixin(ArcticGeneratorMixin, generator)
+        generator.attach_scoring(
+            ScoringConfig(
+                workers=arctic.scoring_workers or min(os.cpu_count() or 1, 8),
+                time_limit_s=arctic.scoring_time_limit_s,
+                memory_limit_mb=arctic.scoring_memory_limit_mb,
+                modules=tuple(environment_modules(arctic.env_modules)),
+                max_failures=arctic.max_scorer_failures,
+            )
+        )
+        self._arctic_generator = generator
+        return generator
+
+    def get_trainer(self, **kwargs: Any) -> Any:
+        """The experiment's own trainer, on the backend."""
+        trainer = apply_mixin(ArcticTrainerMixin, super().get_trainer(**kwargs))
+        trainer.attach_backend(self._arctic_backend, self._arctic_loop)
+        return trainer
+
+    def _setup_trainer(self) -> Any:
+        """Build tracker, client, generator, trainer and workers.
+
+        Replaces SkyRL's, which imports its FSDP or Megatron workers (and with them flash-attn) to hand them over.
+        """
+        logger.info(self.get_cfg_as_str(self.cfg))
+        os.makedirs(self.cfg.trainer.export_path, exist_ok=True)
+        os.makedirs(self.cfg.trainer.ckpt_path, exist_ok=True)
+        tracker = self.get_tracker()
+        client = self.get_inference_client()
+        generator = self.get_generator(self.cfg, self.tokenizer, client)
+        trainer = self.get_trainer(
+            cfg=self.cfg,
+            tracker=tracker,
+            tokenizer=self.tokenizer,
+            train_dataset=self.train_dataset,
+            eval_dataset=self.eval_dataset,
+            inference_engine_client=client,
+            generator=generator,
+            colocate_pg=None,
+        )
+        trainer.trajectory_logger = self.get_trajectory_logger()
+        self.trainer = trainer
+        trainer.build_models(None, None, None)
+        return trainer
+
+    def run(self) -> None:
+        """Train, and stop everything that was started whatever happens."""
+        try:
+            super().run()
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Stop the scoring pool and the backend."""
+        if self._arctic_generator is not None:
+            self._arctic_generator.close()
+        self._arctic_loop.run(self._arctic_backend.destroy())
+        self._arctic_loop.close()
+
+
+class ArcticExp(ArcticExpMixin, BasePPOExp):
+    """SkyRL's own experiment on a remote backend."""

@@ -1,0 +1,144 @@
+"""A DeepSpeed engine around a causal language model, and a plain one for a model that is not trained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .specs import OptimizerSpec, TrainingSpec
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+GATHER_BYTES = 256 * 2**20
+
+
+def load_model(spec: TrainingSpec) -> PreTrainedModel:
+    """Load ``spec.model_path`` in float32 with the attention back end that keeps packed rows apart.
+
+    Raises:
+        UnsupportedError: for a model whose attention cannot be packed exactly.
+    """
+    from transformers import AutoModelForCausalLM
+
+    from ..processors.attention import attention_implementation
+
+    model = AutoModelForCausalLM.from_pretrained(
+        spec.model_path,
+        dtype=torch.float32,
+        attn_implementation=attention_implementation(spec.device),
+        trust_remote_code=True,
+    )
+    if spec.gradient_checkpointing and spec.role == "policy":
+        model.gradient_checkpointing_enable(
+            gradient_checkpointing_kwargs={"use_reentrant": spec.gradient_checkpointing_use_reentrant}
+        )
+    model.config.use_cache = False
+    return model.to(spec.device)
+
+
+def deepspeed_config(spec: TrainingSpec) -> dict[str, Any]:
+    """DeepSpeed's config of the policy.
+
+    ``managed_gradient_accumulation`` is off: ``backward`` accumulates and ``step`` is the boundary, so that the number
+    of micro-batches may differ from step to step and no boundary flag can be left in the wrong state.
+    """
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "managed_gradient_accumulation": False,
+        "gradient_clipping": spec.optimizer.max_grad_norm,
+        "bf16": {"enabled": spec.dtype == "bfloat16"},
+        "zero_optimization": {"stage": spec.zero_stage, "overlap_comm": False, "contiguous_gradients": True},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": 2**31,
+    }
+
+
+def build_optimizer(model: torch.nn.Module, spec: OptimizerSpec) -> torch.optim.AdamW:
+    """AdamW over all parameters in one group, as SkyRL's FSDP strategy builds it."""
+    return torch.optim.AdamW(model.parameters(), lr=spec.lr, betas=spec.betas, weight_decay=spec.weight_decay)
+
+
+def build_scheduler(optimizer: torch.optim.Optimizer, spec: OptimizerSpec, num_training_steps: int):
+    """The ``transformers`` schedule of that name over ``num_training_steps`` optimizer steps."""
+    from transformers import get_scheduler
+
+    return get_scheduler(
+        spec.scheduler,
+        optimizer,
+        num_warmup_steps=spec.num_warmup_steps,
+        num_training_steps=num_training_steps,
+    )
+
+
+def initialize_engine(model: PreTrainedModel, spec: TrainingSpec) -> tuple[Any, torch.optim.AdamW]:
+    """Wrap the model into a DeepSpeed engine; returns it with the optimizer whose ``param_groups`` it uses."""
+    import deepspeed
+
+    optimizer = build_optimizer(model, spec.optimizer)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=deepspeed_config(spec))
+    if spec.zero_stage == 0 and spec.dtype == "float32":
+        _record_gradient_norm(engine)
+    return engine, optimizer
+
+
+def _record_gradient_norm(engine: Any) -> None:
+    """Let a replicated float32 engine keep the norm that it clips by, as its other optimizers do.
+
+    DeepSpeed 0.19.8 drops that norm in ``clip_fp32_gradients``; remove this when ``get_global_grad_norm`` has it.
+    """
+
+    def clip_fp32_gradients() -> None:
+        norm = torch.nn.utils.clip_grad_norm_(engine.module.parameters(), max_norm=engine.gradient_clipping())
+        engine._global_grad_norm = norm
+
+    engine.clip_fp32_gradients = clip_fp32_gradients
+
+
+class InferenceEngine:
+    """A model that is only run forward, callable like a DeepSpeed engine."""
+
+    def __init__(self, model: torch.nn.Module, dtype: str) -> None:
+        self.module = model.to(getattr(torch, dtype)).eval().requires_grad_(False)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    def eval(self) -> None:
+        self.module.eval()
+
+
+def full_parameters(engine: Any, zero_stage: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names and full, detached tensors of all parameters, tied ones once.
+
+    Every rank must run the iteration to its end: with ZeRO stage 3 each bucket of at most ``GATHER_BYTES`` is a
+    collective call, and what is yielded is only valid until the next pair is asked for.
+    """
+    import deepspeed
+
+    for bucket in _buckets(list(engine.module.named_parameters())):
+        parameters = [parameter for _, parameter in bucket]
+        gathered = deepspeed.zero.GatheredParameters(parameters) if zero_stage == 3 else nullcontext()
+        with gathered:
+            for name, parameter in bucket:
+                yield name, parameter.detach()
+
+
+def _buckets(named: list[tuple[str, torch.nn.Parameter]]) -> Iterator[list[tuple[str, torch.nn.Parameter]]]:
+    bucket: list[tuple[str, torch.nn.Parameter]] = []
+    size = 0
+    for name, parameter in named:
+        numel = parameter.ds_numel if hasattr(parameter, "ds_numel") else parameter.numel()
+        bytes_ = numel * parameter.element_size()
+        if bucket and size + bytes_ > GATHER_BYTES:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append((name, parameter))
+        size += bytes_
+    if bucket:
+        yield bucket

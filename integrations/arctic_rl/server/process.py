@@ -1,0 +1,83 @@
+"""What every worker process does for itself: its log file, its threads, its children, its address."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import sys
+
+RUN_ID_VARIABLE = "ARCTIC_RL_RUN_ID"
+
+
+def redirect_output(log_file: str) -> None:
+    """Send this process's stdout and stderr, children's included, to the end of ``log_file``."""
+    os.makedirs(os.path.dirname(log_file), exist_ok=True)
+    descriptor = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+
+
+def seed_everything(seed: int) -> None:
+    """Seed Python, NumPy and PyTorch in this process."""
+    import numpy as np
+    import torch
+
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def own_process_ids() -> list[int]:
+    """This process and all its descendants."""
+    import psutil
+
+    me = psutil.Process()
+    return [me.pid, *(child.pid for child in me.children(recursive=True))]
+
+
+def free_address() -> tuple[str, int]:
+    """This node's address and a port that was free a moment ago."""
+    import ray
+
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return ray.util.get_node_ip_address(), probe.getsockname()[1]
+
+
+def log_tail(log_file: str, lines: int = 15) -> str:
+    """The last lines of a worker's log file, or a note that there is none."""
+    try:
+        with open(log_file, encoding="utf-8", errors="replace") as file:
+            text = [line.rstrip() for line in file.readlines() if line.strip()]
+    except OSError as error:
+        return f"(no log file: {error})"
+    return "\n".join(text[-lines:]) or "(the log file is empty)"
+
+
+def kill_run(run_id: str, *, spare: set[int] | None = None) -> list[int]:
+    """Kill every process on this node that carries the run's id in its environment.
+
+    Args:
+        run_id: value of ``ARCTIC_RL_RUN_ID`` of the run's workers.
+        spare: process ids to leave alone, next to this process.
+
+    Returns:
+        The process ids that were killed.
+    """
+    import psutil
+
+    spare = {os.getpid(), *(spare or ())}
+    victims = []
+    for process in psutil.process_iter():
+        try:
+            if process.pid not in spare and process.environ().get(RUN_ID_VARIABLE) == run_id:
+                process.kill()
+                victims.append(process)
+        except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+            continue
+    psutil.wait_procs(victims, timeout=5)
+    return [process.pid for process in victims]

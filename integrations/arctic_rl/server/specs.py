@@ -1,0 +1,84 @@
+"""What the server is told when a run starts: plain frozen values, built from the recipe, sent to every worker."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class OptimizerSpec:
+    """AdamW and its learning-rate schedule; the horizon is passed when training is initialised."""
+
+    lr: float
+    """Peak learning rate."""
+    betas: tuple[float, float]
+    """AdamW's decay rates of the first and second moment."""
+    weight_decay: float
+    """Decoupled weight decay, on every parameter."""
+    max_grad_norm: float
+    """The gradient is scaled down to this L2 norm; 0 = no clipping."""
+    scheduler: str
+    """Name of a ``transformers`` learning-rate schedule."""
+    num_warmup_steps: int
+    """Warm-up, in optimizer steps."""
+
+
+@dataclass(frozen=True)
+class TrainingSpec:
+    """One training or reference process group."""
+
+    role: Literal["policy", "ref"]
+    """``policy`` is trained, ``ref`` only computes log-probs."""
+    model_path: str
+    """Folder or hub name of a Hugging Face causal language model."""
+    dtype: Literal["float32", "bfloat16"]
+    """Dtype of the forward and backward pass; the optimizer's master weights are float32 either way."""
+    zero_stage: int
+    """DeepSpeed ZeRO stage of the policy; a reference model is replicated."""
+    optimizer: OptimizerSpec
+    """Unused for a reference model."""
+    gradient_checkpointing: bool
+    """Recompute activations in the backward pass."""
+    gradient_checkpointing_use_reentrant: bool
+    """Which of PyTorch's two checkpointing implementations is used."""
+    seed: int
+    """Seed of Python, NumPy and PyTorch in every rank."""
+    device: Literal["cpu", "cuda"]
+    """Where the model lives."""
+    threads: int
+    """Compute threads of one process on a CPU."""
+    processor_modules: tuple[str, ...]
+    """Modules to import that register post-processors or losses."""
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """Everything a remote backend needs to bring up a run."""
+
+    policy: TrainingSpec
+    """The model that is trained."""
+    reference: TrainingSpec | None
+    """The reference model of a KL term; None = the recipe uses none."""
+    sampling: Any
+    """The ``SamplingSpec`` of every engine."""
+    policy_ranks: int
+    """Data-parallel training processes."""
+    ref_ranks: int
+    """Processes of the reference model; 0 without one."""
+    engines: int
+    """Sampling engines."""
+    max_cpu_workers: int
+    """See ``trainer.arctic_rl.max_cpu_workers``."""
+    sync_dtype: str
+    """Dtype in which weights reach the engines."""
+    log_dir: str
+    """Folder of one log file a worker."""
+    run_id: str
+    """Marks every process of this run (environment variable ``ARCTIC_RL_RUN_ID``)."""
+    startup_timeout_s: float
+    """Seconds that bringing up all workers may take."""
+    shutdown_timeout_s: float
+    """Seconds that workers get to stop by themselves."""
+    env_vars: dict[str, str] = field(default_factory=dict)
+    """Environment variables of every worker."""

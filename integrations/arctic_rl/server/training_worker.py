@@ -1,0 +1,178 @@
+"""One training process: a rank of the policy or of the reference model."""
+
+from __future__ import annotations
+
+import os
+import threading
+from datetime import timedelta
+from typing import Any
+
+from .process import free_address, own_process_ids, redirect_output, seed_everything
+from .specs import TrainingSpec
+
+
+class TrainingWorker:
+    """A rank of a process group; made a Ray actor by the built-in backend.
+
+    The constructor is cheap, so that a node that cannot be used is known at once; ``setup`` loads the model.
+    """
+
+    def __init__(self, spec: TrainingSpec, rank: int, world_size: int, log_file: str) -> None:
+        redirect_output(log_file)
+        self._spec = spec
+        self._rank = rank
+        self._world_size = world_size
+        self._engine: Any = None
+        self._optimizer: Any = None
+        self._scheduler: Any = None
+
+    def address(self) -> tuple[str, int]:
+        """An address at which rank 0 can be met."""
+        return free_address()
+
+    def watch(self) -> None:
+        """Never returns while the process lives: its Ray future fails the moment that the process is gone."""
+        threading.Event().wait()
+
+    def process_ids(self) -> list[int]:
+        return own_process_ids()
+
+    def node_id(self) -> str:
+        import ray
+
+        return ray.get_runtime_context().get_node_id()
+
+    def setup(self, master_address: str, master_port: int, num_training_steps: int) -> None:
+        """Join the process group, load the model and build the engine.
+
+        Args:
+            master_address: where rank 0 listens.
+            master_port: a free port there.
+            num_training_steps: horizon of the learning-rate schedule, in optimizer steps.
+        """
+        import torch
+
+        from ..processors.registry import import_processor_modules
+        from .engine import InferenceEngine, build_scheduler, initialize_engine, load_model
+
+        os.environ.update(
+            MASTER_ADDR=master_address,
+            MASTER_PORT=str(master_port),
+            RANK=str(self._rank),
+            LOCAL_RANK="0",
+            WORLD_SIZE=str(self._world_size),
+        )
+        torch.set_num_threads(self._spec.threads)
+        seed_everything(self._spec.seed)
+        import_processor_modules(self._spec.processor_modules)
+        _init_distributed(self._spec.device)
+        model = load_model(self._spec)
+        if self._spec.role == "ref":
+            self._engine = InferenceEngine(model, self._spec.dtype)
+            return
+        self._engine, self._optimizer = initialize_engine(model, self._spec)
+        self._scheduler = build_scheduler(self._optimizer, self._spec.optimizer, num_training_steps)
+
+    def run(self, batch: dict, meta: dict, processing: dict, *, backward: bool, max_tokens_per_mb: int) -> dict:
+        """Run the pipeline on this rank's rows: see ``processors.pipeline.run_pipeline``."""
+        from ..processors.pipeline import run_pipeline
+
+        return run_pipeline(
+            self._engine,
+            (),
+            batch,
+            meta,
+            processing,
+            self._spec.device,
+            backward=backward,
+            max_tokens_per_mb=max_tokens_per_mb,
+            return_tensors=True,
+        )
+
+    def learning_rate(self) -> float:
+        """The learning rate that the next optimizer step uses."""
+        return self._optimizer.param_groups[0]["lr"]
+
+    def step(self) -> dict[str, float | None]:
+        """One optimizer step on the accumulated gradient.
+
+        Returns:
+            ``lr`` that was used and ``grad_norm``, the L2 norm before clipping (None when clipping is off).
+
+        Raises:
+            FloatingPointError: when the gradient norm is not finite; the weights are not to be used then.
+        """
+        import math
+
+        lr = self.learning_rate()
+        self._engine.step()
+        norm = self._engine.get_global_grad_norm()
+        norm = None if norm is None else float(norm)
+        if norm is not None and not math.isfinite(norm):
+            raise FloatingPointError(f"the gradient norm is {norm}: the loss or a gradient is not finite")
+        self._scheduler.step()
+        return {"lr": lr, "grad_norm": norm}
+
+    def export_weights(self, directory: str, version: int, dtype: str) -> str | None:
+        """Gather all parameters and write them for the engines.
+
+        Returns:
+            The manifest's path on rank 0, None elsewhere.
+        """
+        from .engine import full_parameters
+        from .weights import write_weights
+
+        parameters = full_parameters(self._engine, self._spec.zero_stage)
+        if self._rank == 0:
+            return str(write_weights(parameters, directory, version, dtype))
+        for _ in parameters:
+            pass
+        return None
+
+    def save_checkpoint(self, directory: str) -> None:
+        """Write this rank's share of weights, optimizer state, schedule and random state below ``directory``."""
+        import random
+
+        import numpy as np
+        import torch
+
+        client_state = {
+            "scheduler": self._scheduler.state_dict(),
+            "rng": {
+                "python": random.getstate(),
+                "numpy": np.random.get_state(),
+                "torch": torch.get_rng_state(),
+            },
+        }
+        self._engine.save_checkpoint(directory, tag="deepspeed", client_state=client_state)
+
+    def empty_cache(self) -> None:
+        import torch
+
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def engine_config(self) -> dict[str, Any]:
+        """The settings that the built engine runs with."""
+        return {
+            "zero_stage": int(self._engine.zero_optimization_stage()),
+            "gradient_clipping": self._engine.gradient_clipping(),
+            "bf16": self._engine.bfloat16_enabled(),
+            "optimizer": type(self._optimizer).__name__,
+            "param_groups": [{k: v for k, v in g.items() if k != "params"} for g in self._optimizer.param_groups],
+        }
+
+
+def _init_distributed(device: str) -> None:
+    """Join the process group given in the environment.
+
+    DeepSpeed's shared-memory collective, which it would compile with g++ on first use, only serves its inference
+    kernels: it is left out, so that no compiler is needed.
+    """
+    import deepspeed
+    from deepspeed import ops
+
+    if device == "cpu":
+        ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    backend = "gloo" if device == "cpu" else "nccl"
+    deepspeed.init_distributed(backend, timeout=timedelta(minutes=60), verbose=False)

@@ -1,0 +1,96 @@
+"""A SkyRL recipe as the server's own plain config."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from .errors import UnsupportedError
+from .server.sampling_worker import SamplingSpec
+from .server.specs import OptimizerSpec, ServerConfig, TrainingSpec
+
+_DTYPES = {"float32": "float32", "fp32": "float32", "bfloat16": "bfloat16", "bf16": "bfloat16", "float16": "float16"}
+
+
+def server_config(cfg: Any, *, run_id: str, env_vars: dict[str, str]) -> ServerConfig:
+    """Translate a recipe.
+
+    Args:
+        cfg: the SkyRL config after ``validate_cfg`` and ``support.check_supported``.
+        run_id: marks the processes of this run.
+        env_vars: environment variables for every worker.
+
+    Raises:
+        UnsupportedError: for an engine setting that this backend sets itself, or a dtype that is not one.
+    """
+    trainer, engine, arctic = cfg.trainer, cfg.generator.inference_engine, cfg.trainer.arctic_rl
+    placement = trainer.placement
+    uses_reference = trainer.algorithm.use_kl_loss or trainer.algorithm.use_kl_in_reward
+    threads = arctic.cpu_threads or os.cpu_count() or 1
+    return ServerConfig(
+        policy=_training_spec(cfg, "policy", threads),
+        reference=_training_spec(cfg, "ref", threads) if uses_reference else None,
+        sampling=_sampling_spec(cfg, threads),
+        policy_ranks=placement.policy_num_nodes * placement.policy_num_gpus_per_node,
+        ref_ranks=placement.ref_num_nodes * placement.ref_num_gpus_per_node if uses_reference else 0,
+        engines=engine.num_engines,
+        max_cpu_workers=arctic.max_cpu_workers,
+        sync_dtype=_dtype("generator.inference_engine.model_dtype", engine.model_dtype),
+        log_dir=os.path.join(os.path.abspath(trainer.log_path), "workers"),
+        run_id=run_id,
+        startup_timeout_s=arctic.startup_timeout_s,
+        shutdown_timeout_s=arctic.shutdown_timeout_s,
+        env_vars=env_vars,
+    )
+
+
+def _training_spec(cfg: Any, role: str, threads: int) -> TrainingSpec:
+    trainer = cfg.trainer
+    optimizer = trainer.policy.optimizer_config
+    return TrainingSpec(
+        role=role,
+        model_path=vars(trainer)[role].model.path,
+        dtype="bfloat16" if trainer.bf16 else "float32",
+        zero_stage=trainer.arctic_rl.zero_stage,
+        optimizer=OptimizerSpec(
+            lr=float(optimizer.lr),
+            betas=(float(optimizer.adam_betas[0]), float(optimizer.adam_betas[1])),
+            weight_decay=float(optimizer.weight_decay),
+            max_grad_norm=float(optimizer.max_grad_norm),
+            scheduler=optimizer.scheduler,
+            num_warmup_steps=int(optimizer.num_warmup_steps),
+        ),
+        gradient_checkpointing=trainer.gradient_checkpointing,
+        gradient_checkpointing_use_reentrant=trainer.gradient_checkpointing_use_reentrant,
+        seed=trainer.seed,
+        device="cpu",
+        threads=threads,
+        processor_modules=tuple(trainer.arctic_rl.processor_modules),
+    )
+
+
+def _sampling_spec(cfg: Any, threads: int) -> SamplingSpec:
+    engine = cfg.generator.inference_engine
+    kwargs = dict(engine.engine_init_kwargs)
+    return SamplingSpec(
+        model_path=cfg.trainer.policy.model.path,
+        dtype=_dtype("generator.inference_engine.model_dtype", engine.model_dtype),
+        tensor_parallel_size=engine.tensor_parallel_size,
+        max_model_len=kwargs.pop("max_model_len", None),
+        max_num_seqs=engine.max_num_seqs,
+        max_num_batched_tokens=engine.max_num_batched_tokens,
+        enable_prefix_caching=engine.enable_prefix_caching,
+        enforce_eager=True,
+        device="cpu",
+        cpu_kv_cache_gib=cfg.trainer.arctic_rl.cpu_kv_cache_gib,
+        gpu_memory_utilization=engine.gpu_memory_utilization,
+        seed=cfg.trainer.seed,
+        engine_kwargs=kwargs,
+        threads=threads,
+    )
+
+
+def _dtype(setting: str, value: str) -> str:
+    if value not in _DTYPES:
+        raise UnsupportedError(f"{setting}={value!r} is not a dtype: write one of {', '.join(_DTYPES)}")
+    return _DTYPES[value]

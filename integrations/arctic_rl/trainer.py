@@ -1,0 +1,70 @@
+"""Our part of a SkyRL trainer: a mixin for any trainer class of SkyRL's or of a recipe."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from loguru import logger
+from skyrl.train.trainer import RayPPOTrainer
+from skyrl.train.utils.callbacks import CallbackInput, TrainingCallback, TrainingControl
+
+from .backends.base import RemoteBackend
+from .backends.loop_thread import LoopThread
+from .dispatch import ArcticDispatch
+
+METRICS_NAME = "metrics.jsonl"
+
+
+class ArcticTrainerMixin:
+    """Put before a trainer class: ``class MyTrainer(ArcticTrainerMixin, RayPPOTrainer)``.
+
+    Only ``build_models`` is replaced; the loop, advantages, mini-batches, the bookkeeping of checkpoints and logging
+    stay the trainer's own. ``attach_backend`` is called before ``build_models``.
+    """
+
+    def attach_backend(self, backend: RemoteBackend, loop: LoopThread) -> None:
+        """Tell the trainer which backend it trains on."""
+        self._arctic_backend = backend
+        self._arctic_loop = loop
+        self.add_callback(MetricsFile(Path(self.cfg.trainer.log_path) / METRICS_NAME))
+
+    def build_models(self, PolicyWorker: Any, CriticWorker: Any, RefWorker: Any) -> None:
+        """Bring up the backend's workers and build the dispatch.
+
+        Replaces SkyRL's creation of FSDP or Megatron actor groups, which need GPUs; the worker classes are ignored.
+        The schedule's horizon is the run's optimizer steps: batches x update epochs x mini-batches.
+        """
+        trainer = self.cfg.trainer
+        steps_per_batch = trainer.train_batch_size // trainer.policy_mini_batch_size * trainer.update_epochs_per_batch
+        self._arctic_loop.run(self._arctic_backend.initialize(self.total_training_steps * steps_per_batch))
+        self.dispatch = ArcticDispatch(
+            self.cfg,
+            self._arctic_backend,
+            self._arctic_loop,
+            pad_token_id=self.tokenizer.pad_token_id,
+            inference_client=self.inference_engine_client,
+        )
+        uses_reference = trainer.algorithm.use_kl_loss or trainer.algorithm.use_kl_in_reward
+        self.policy_model = self.dispatch
+        self.ref_model = self.dispatch if uses_reference else None
+        logger.info("the Arctic RL backend's workers are up")
+
+
+class ArcticPPOTrainer(ArcticTrainerMixin, RayPPOTrainer):
+    """SkyRL's synchronous trainer on a remote backend."""
+
+
+class MetricsFile(TrainingCallback):
+    """Appends what SkyRL's tracker is given to a file, a JSON line a log."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def on_log(self, trainer: Any, callback_input: CallbackInput, control: TrainingControl) -> None:
+        logs = {key: value for key, value in (callback_input.logs or {}).items() if isinstance(value, int | float)}
+        line = {"global_step": callback_input.global_step, **logs}
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
