@@ -1,0 +1,170 @@
+"""What a vLLM engine is built from: its settings, and the arguments and environment that follow from them."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ..errors import UnsupportedError
+from .weight_extension import WeightExtension
+
+_PROTECTED_ENGINE_ARGS = {
+    "model": "it is trainer.policy.model.path",
+    "tokenizer": "it is trainer.policy.model.path",
+    "worker_extension_cls": "the weight sync needs its own",
+    "logprobs_mode": "log-probs are those of the distribution that is sampled, or they would not match the trainer's",
+    "generation_config": "sampling parameters come from the recipe only",
+    "override_generation_config": "sampling parameters come from the recipe only; write generator.sampling_params",
+    "skip_tokenizer_init": "stop strings need the tokenizer",
+    "kv_cache_memory_bytes": "write trainer.arctic_rl.cpu_kv_cache_gib",
+}
+
+
+@dataclass(frozen=True)
+class SamplingSpec:
+    """Everything one vLLM engine is built from."""
+
+    model_path: str
+    """Folder or hub name of a Hugging Face causal language model with its tokenizer."""
+    dtype: Literal["float32", "bfloat16", "float16"]
+    """Dtype of the weights, the activations and the KV cache."""
+    tensor_parallel_size: int
+    """Processes that share one engine; 1 on CPUs."""
+    max_model_len: int | None
+    """Longest prompt and response together, in tokens; None = the model's own limit."""
+    max_num_seqs: int
+    """Most sequences in one engine step."""
+    max_num_batched_tokens: int
+    """Most tokens in one engine step."""
+    enable_prefix_caching: bool
+    """Keep the KV blocks of prompts for later requests with the same beginning."""
+    enforce_eager: bool
+    """Run without CUDA graphs and compilation; CPUs always do."""
+    device: Literal["cpu", "cuda"]
+    """Where the model lives."""
+    cpu_kv_cache_gib: float
+    """KV cache of an engine on CPUs, in GiB, taken at start; unused on GPUs."""
+    gpu_memory_utilization: float
+    """Share of a GPU's memory for the engine; unused on CPUs."""
+    seed: int
+    """The engine's own seed, for requests without one."""
+    engine_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of vLLM's engine by name; they win over the fields above."""
+    log_file: str | None = None
+    """File that gets the stdout and stderr of the engine's processes; None = those of the parent."""
+    threads: int = 1
+    """Compute threads of the engine on CPUs."""
+    enable_sleep_mode: bool = False
+    """Let ``sleep`` free GPU memory; unused on CPUs, where sleeping frees nothing."""
+
+    def __post_init__(self) -> None:
+        for name in ("tensor_parallel_size", "max_num_seqs", "max_num_batched_tokens", "threads"):
+            if getattr(self, name) < 1:
+                raise UnsupportedError(f"sampling {name}={getattr(self, name)}: must be at least 1")
+        if self.max_model_len is not None and self.max_model_len < 2:
+            raise UnsupportedError(f"sampling max_model_len={self.max_model_len}: must hold a prompt and a response")
+        if self.device == "cpu" and self.cpu_kv_cache_gib <= 0:
+            raise UnsupportedError(f"sampling cpu_kv_cache_gib={self.cpu_kv_cache_gib}: must be above 0")
+        if self.device == "cpu" and self.tensor_parallel_size > 1:
+            raise UnsupportedError(
+                f"generator.inference_engine.tensor_parallel_size={self.tensor_parallel_size} on CPUs: an engine is "
+                "one process there; write 1 and raise generator.inference_engine.num_engines"
+            )
+        for name in self.engine_kwargs:
+            if name in _PROTECTED_ENGINE_ARGS:
+                raise UnsupportedError(
+                    f"generator.inference_engine.engine_init_kwargs.{name}: cannot be set, "
+                    f"{_PROTECTED_ENGINE_ARGS[name]}; leave it out"
+                )
+
+
+def engine_environment(spec: SamplingSpec) -> dict[str, str | None]:
+    """Environment variables that an engine needs before vLLM is imported; None = must not be set.
+
+    On CPUs the model runs inside the engine's process (one process fewer, and none that polls while idle), which
+    vLLM allows only with its multiprocessing switched off; the OpenMP runtime then reads its threads from here. Eager
+    engines still compile two sampling functions at their first request, which takes a compiler and 2 to 20 s.
+    """
+    variables: dict[str, str | None] = {"VLLM_NO_USAGE_STATS": "1"}
+    if os.path.isdir(spec.model_path):
+        variables["HF_HUB_OFFLINE"] = "1"
+    if spec.device == "cpu":
+        variables |= {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_CPU_KVCACHE_SPACE": None,
+            "OMP_NUM_THREADS": str(spec.threads),
+            "OMP_WAIT_POLICY": "passive",
+            "TORCHDYNAMO_DISABLE": "1",
+        }
+    return variables
+
+
+def engine_arguments(spec: SamplingSpec, known: Iterable[str]) -> dict[str, Any]:
+    """Keyword arguments of vLLM's ``AsyncEngineArgs``.
+
+    Args:
+        spec: the engine's settings.
+        known: names that ``AsyncEngineArgs`` accepts.
+
+    Raises:
+        UnsupportedError: for a name in ``engine_kwargs`` that vLLM does not know, with the nearest that it does.
+    """
+    known = set(known)
+    for name in spec.engine_kwargs:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise UnsupportedError(
+                f"generator.inference_engine.engine_init_kwargs.{name}: vLLM has no such engine argument{hint}"
+            )
+    arguments: dict[str, Any] = {
+        "model": spec.model_path,
+        "dtype": spec.dtype,
+        "seed": spec.seed,
+        "max_model_len": spec.max_model_len,
+        "max_num_seqs": spec.max_num_seqs,
+        "max_num_batched_tokens": spec.max_num_batched_tokens,
+        "enable_prefix_caching": spec.enable_prefix_caching,
+        "tensor_parallel_size": spec.tensor_parallel_size,
+        "enforce_eager": spec.enforce_eager,
+        "logprobs_mode": "processed_logprobs",
+        "generation_config": "vllm",
+        "worker_extension_cls": f"{WeightExtension.__module__}.{WeightExtension.__qualname__}",
+        "disable_log_stats": True,
+        "enable_log_requests": False,
+    }
+    if spec.device == "cpu":
+        arguments |= {
+            "enforce_eager": True,
+            "distributed_executor_backend": "uni",
+            "kv_cache_memory_bytes": int(spec.cpu_kv_cache_gib * 2**30),
+        }
+    else:
+        arguments |= {
+            "distributed_executor_backend": "mp" if spec.tensor_parallel_size > 1 else "uni",
+            "gpu_memory_utilization": spec.gpu_memory_utilization,
+            "enable_sleep_mode": spec.enable_sleep_mode,
+        }
+    return arguments | spec.engine_kwargs
+
+
+def end_token_ids(model_path: str) -> list[int]:
+    """Every end-of-sequence id that the model's ``generation_config.json`` and ``config.json`` declare."""
+    from transformers.utils import cached_file
+
+    found: list[int] = []
+    for name in ("generation_config.json", "config.json"):
+        path = cached_file(model_path, name, _raise_exceptions_for_missing_entries=False)
+        if path is None:
+            continue
+        with open(path, encoding="utf-8") as file:
+            config = json.load(file)
+        for section in (config, config.get("text_config", {})):
+            value = section.get("eos_token_id")
+            found += [] if value is None else [value] if isinstance(value, int) else value
+    return list(dict.fromkeys(found))

@@ -1,0 +1,113 @@
+"""Methods added to vLLM's worker class (``worker_extension_cls``); they run in the engine's own process.
+
+Names are compared as Hugging Face names. The engine fuses some of them (q/k/v, gate/up) in its loader, so the accepted
+set is the model's own, built on the meta device from its config, and not the engine's parameter list.
+"""
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from .weights import (
+    Manifest,
+    TensorSpec,
+    checkpoint_names,
+    compare_manifest,
+    dtype_name,
+    iter_weights,
+    model_tensors,
+    read_manifest,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+_ORPHAN_CHECK_SECONDS = 1.0
+
+
+def _exit_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(_ORPHAN_CHECK_SECONDS)
+    os._exit(1)
+
+
+def _keep_generators_of_unfinished_prompts(model_runner: Any) -> None:
+    """Hide the generators of requests whose sampled token is thrown away, so that it draws nothing from them.
+
+    vLLM 0.30 rewinds such a generator by its offset, which CPU generators do not have: a seeded request whose prompt
+    is split over two steps ends the engine with "CPU Generator does not use offset". To be removed with a release
+    whose ``GPUModelRunner._bookkeeping_sync`` does not call ``set_offset`` on CPUs.
+    """
+    sample_tokens = model_runner.sample_tokens
+
+    def sample_tokens_with_generators_kept(*args: Any, **kwargs: Any) -> Any:
+        batch = model_runner.input_batch
+        unfinished = model_runner.discard_request_mask.np[: batch.num_reqs].nonzero()[0].tolist()
+        hidden = {index: batch.generators.pop(index) for index in unfinished if index in batch.generators}
+        try:
+            return sample_tokens(*args, **kwargs)
+        finally:
+            batch.generators.update(hidden)
+
+    model_runner.sample_tokens = sample_tokens_with_generators_kept
+
+
+class WeightExtension:
+    """Weight sync for a vLLM worker; every method is called by name through ``collective_rpc``."""
+
+    def arctic_prepare(self) -> int:
+        """Called once after start-up; returns this process's id.
+
+        The process ends within a second or so of its parent's end. On CPUs seeds are made to work with prompts that
+        take more than one engine step.
+        """
+        threading.Thread(target=_exit_with, args=(os.getppid(),), name="arctic-orphan-check", daemon=True).start()
+        if self.device.type == "cpu":
+            _keep_generators_of_unfinished_prompts(self.model_runner)
+        return os.getpid()
+
+    def arctic_weight_names(self) -> list[tuple[str, list[int], str]]:
+        """(name, shape, dtype) of each tensor that a sync must send, each once; a tied head is absent."""
+        specs, _ = self._arctic_expected()
+        return [(spec.name, list(spec.shape), spec.dtype) for spec in specs]
+
+    def arctic_check_weights(self, path: str) -> list[str]:
+        """Problems that forbid loading the weights at ``path``; empty if they fit. Changes nothing."""
+        specs, _ = self._arctic_expected()
+        return self._arctic_checkpoint_problems + compare_manifest(
+            read_manifest(path), specs, dtype_name(self.model_config.dtype)
+        )
+
+    def arctic_load_weights(self, path: str) -> int:
+        """Load the weights at ``path``, which must have passed ``arctic_check_weights``; returns their version."""
+        manifest = read_manifest(path)
+        self.model_runner.reload_weights(weights_iterator=self._arctic_weights(path, manifest))
+        return manifest.version
+
+    def _arctic_weights(self, path: str, manifest: Manifest) -> Iterator[tuple[str, "torch.Tensor"]]:
+        """The written tensors, and copies for tied names where the engine keeps a tensor of its own.
+
+        vLLM unties a head when the checkpoint holds one that differs from the embedding, whatever the config says.
+        """
+        _, tied = self._arctic_expected()
+        own = {name for name, _ in self.model_runner.get_model().named_parameters()}
+        copies = {source: name for name, source in tied.items() if name in own}
+        for name, tensor in iter_weights(path):
+            yield name, tensor
+            if name in copies:
+                yield copies[name], tensor
+
+    def _arctic_expected(self) -> tuple[list[TensorSpec], dict[str, str]]:
+        if "_arctic_specs" not in self.__dict__:
+            model_path = self.model_config.model
+            specs, tied = model_tensors(model_path, trust_remote_code=self.model_config.trust_remote_code)
+            self._arctic_specs = specs, tied
+            stored = checkpoint_names(model_path) if os.path.isdir(model_path) else None
+            unstored = [] if stored is None else [spec.name for spec in specs if spec.name not in stored]
+            self._arctic_checkpoint_problems = [
+                f"tensor {name!r} of the model has another name in the checkpoint that the sampler loads"
+                for name in unstored
+            ]
+        return self._arctic_specs
