@@ -239,13 +239,13 @@ class ArcticDispatch:
             "trainer.update_ref_every_epoch=false"
         )
 
-    def start_profile(self, model: str, config: dict | None = None) -> None:
+    def start_profile(self, model: str, config: dict | None = None, raise_on_error: bool = False) -> None:
         self._refuse_profiling()
 
     def profile_step(self, model: str) -> None:
         self._refuse_profiling()
 
-    def stop_profile(self, model: str, *, raise_on_error: bool = False) -> None:
+    def stop_profile(self, model: str, raise_on_error: bool = False) -> None:
         self._refuse_profiling()
 
     def _refuse_profiling(self) -> None:

@@ -14,22 +14,27 @@ from .errors import ArcticError
 CANCEL_GRACE_S = 40.0
 
 
-def main() -> None:
+def main(experiment_class: type | None = None, config_class: type | None = None) -> None:
     """Parse the command line's recipe, refuse what cannot be honoured, train, clean up.
 
     Ends the process with status 1 and one message when the recipe is refused or the run fails.
+
+    Args:
+        experiment_class: a recipe's ``BasePPOExp`` subclass; None = ``BasePPOExp`` itself.
+        config_class: its ``SkyRLTrainConfig`` subclass; None = ``SkyRLTrainConfig`` itself.
     """
     try:
-        run(load_config(sys.argv[1:]))
+        run(load_config(sys.argv[1:], config_class), experiment_class)
     except ArcticError as error:
         sys.exit(f"error: {error}")
 
 
-def load_config(arguments: list[str]) -> Any:
+def load_config(arguments: list[str], config_class: type | None = None) -> Any:
     """The validated config of a recipe.
 
     Args:
         arguments: ``key=value`` overrides.
+        config_class: see ``main``.
 
     Raises:
         ConfigError: for a setting of ours that is unknown or out of range, or a file that is not there.
@@ -43,7 +48,7 @@ def load_config(arguments: list[str]) -> Any:
     from .skyrl_config import parse_config
     from .support import check_supported, without_effect
 
-    cfg = parse_config(arguments)
+    cfg = parse_config(arguments, config_class)
     validate_cfg(cfg)
     check_supported(cfg)
     ignored = without_effect(cfg)
@@ -53,7 +58,7 @@ def load_config(arguments: list[str]) -> Any:
     return cfg
 
 
-def run(cfg: Any) -> None:
+def run(cfg: Any, experiment_class: type | None = None) -> None:
     """Run a validated recipe in a Ray task and stop everything that was started.
 
     Raises:
@@ -69,7 +74,7 @@ def run(cfg: Any) -> None:
     try:
         env_vars = initialize_ray(cfg, run_id)
         check_placement(cfg)
-        task = ray.remote(num_cpus=1, max_retries=0)(experiment).remote(cfg, run_id, env_vars)
+        task = ray.remote(num_cpus=1, max_retries=0)(experiment).remote(cfg, run_id, env_vars, experiment_class)
         _await_task(task)
     finally:
         if started_ray:
@@ -78,11 +83,15 @@ def run(cfg: Any) -> None:
         signal.signal(signal.SIGTERM, previous)
 
 
-def experiment(cfg: Any, run_id: str, env_vars: dict[str, str]) -> None:
+def experiment(cfg: Any, run_id: str, env_vars: dict[str, str], experiment_class: type | None = None) -> None:
     """The whole run, in one Ray task, so that the training loop never lives on the head node."""
-    from .experiment import ArcticExp
+    from skyrl.train.entrypoints.main_base import BasePPOExp
 
-    ArcticExp(cfg, run_id=run_id, env_vars=env_vars).run()
+    from .compose import with_mixin
+    from .experiment import ArcticExpMixin
+
+    composed = with_mixin(ArcticExpMixin, experiment_class or BasePPOExp)
+    composed(cfg, run_id=run_id, env_vars=env_vars).run()
 
 
 def initialize_ray(cfg: Any, run_id: str) -> dict[str, str]:

@@ -6,7 +6,6 @@ import os
 from typing import Any
 
 from loguru import logger
-from skyrl.train.entrypoints.main_base import BasePPOExp
 
 from .backend_client import SamplingClient
 from .backends import registry
@@ -22,7 +21,7 @@ from .trainer import ArcticTrainerMixin
 
 
 class ArcticExpMixin:
-    """Put before an experiment class: ``class MyExp(ArcticExpMixin, BasePPOExp)``.
+    """Put before ``BasePPOExp`` or a recipe's subclass of it by ``entrypoint.experiment``.
 
     The experiment's own trainer and generator are built by the experiment, then given our mixins.
     """
@@ -133,7 +132,3 @@ class ArcticExpMixin:
             self._arctic_generator.close()
         self._arctic_loop.run(self._arctic_backend.destroy())
         self._arctic_loop.close()
-
-
-class ArcticExp(ArcticExpMixin, BasePPOExp):
-    """SkyRL's own experiment on a remote backend."""

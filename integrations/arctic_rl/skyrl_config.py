@@ -24,17 +24,27 @@ class ArcticSkyRLTrainConfig(SkyRLTrainConfig):
     trainer: ArcticTrainerConfig = field(default_factory=ArcticTrainerConfig)
 
 
-def parse_config(arguments: list[str], config_class: type[SkyRLTrainConfig] = ArcticSkyRLTrainConfig):
+def with_arctic_settings(config_class: type[SkyRLTrainConfig]) -> type[SkyRLTrainConfig]:
+    """A recipe's config class with ``trainer.arctic_rl`` added to its own trainer settings."""
+    trainer_class = type(config_class().trainer)
+    namespace = {"__annotations__": {"arctic_rl": ArcticRLConfig}, "arctic_rl": field(default_factory=ArcticRLConfig)}
+    trainer = dataclass(type(f"Arctic{trainer_class.__name__}", (trainer_class,), namespace))
+    namespace = {"__annotations__": {"trainer": trainer}, "trainer": field(default_factory=trainer)}
+    return dataclass(type(f"Arctic{config_class.__name__}", (config_class,), namespace))
+
+
+def parse_config(arguments: list[str], config_class: type[SkyRLTrainConfig] | None = None) -> SkyRLTrainConfig:
     """Build the config from a recipe's overrides, the entrypoint override left out.
 
     Args:
         arguments: ``key=value`` overrides as on the command line.
-        config_class: a ``SkyRLTrainConfig`` subclass whose ``trainer`` has ``arctic_rl``.
+        config_class: a recipe's ``SkyRLTrainConfig`` subclass; None = SkyRL's own.
 
     Raises:
         ConfigError: for an unknown or out-of-range name below ``trainer.arctic_rl``.
         ValueError: SkyRL's own message for one of its settings, with the nearest known name added.
     """
+    config_class = ArcticSkyRLTrainConfig if config_class is None else with_arctic_settings(config_class)
     overrides = [argument for argument in arguments if not argument.startswith(OVERRIDE_KEY)]
     check_setting_names(overrides)
     try:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from loguru import logger
-from skyrl.train.trainer import RayPPOTrainer
 from skyrl.train.utils.callbacks import CallbackInput, TrainingCallback, TrainingControl
 
 from .backends.base import RemoteBackend
@@ -18,7 +17,7 @@ METRICS_NAME = "metrics.jsonl"
 
 
 class ArcticTrainerMixin:
-    """Put before a trainer class: ``class MyTrainer(ArcticTrainerMixin, RayPPOTrainer)``.
+    """Put before the class of the trainer that an experiment built, ``RayPPOTrainer`` or a recipe's own.
 
     Only ``build_models`` is replaced; the loop, advantages, mini-batches, the bookkeeping of checkpoints and logging
     stay the trainer's own. ``attach_backend`` is called before ``build_models``.
@@ -50,10 +49,6 @@ class ArcticTrainerMixin:
         self.policy_model = self.dispatch
         self.ref_model = self.dispatch if uses_reference else None
         logger.info("the Arctic RL backend's workers are up")
-
-
-class ArcticPPOTrainer(ArcticTrainerMixin, RayPPOTrainer):
-    """SkyRL's synchronous trainer on a remote backend."""
 
 
 class MetricsFile(TrainingCallback):

@@ -1,0 +1,260 @@
+"""Config, refusals and checks against SkyRL's own config classes (importing them takes a while)."""
+
+import dataclasses
+import json
+import os
+import pickle
+
+import pytest
+from skyrl.train.config.config import AlgorithmConfig, make_config
+from skyrl.train.utils import validate_cfg
+
+from integrations.arctic_rl.errors import ConfigError, UnsupportedError
+from integrations.arctic_rl.loss_config import actor_config
+from integrations.arctic_rl.preflight import preflight
+from integrations.arctic_rl.runtime_env import runtime_env_vars
+from integrations.arctic_rl.server_config import server_config
+from integrations.arctic_rl.skyrl_config import leaf_names, parse_config
+from integrations.arctic_rl.support import check_supported, refusals, without_effect
+
+BASE = ["trainer.logger=console"]
+
+
+def parse(*overrides):
+    return parse_config([*BASE, *overrides])
+
+
+def validated(*overrides):
+    cfg = parse(*overrides)
+    validate_cfg(cfg)
+    return cfg
+
+
+class TestParsing:
+    def test_the_override_itself_is_left_out_and_ours_are_optional(self):
+        cfg = parse("trainer.override_entrypoint=integrations.arctic_rl.entrypoint")
+        assert cfg.trainer.arctic_rl.backend == "builtin"
+
+    def test_unknown_setting_of_ours(self):
+        with pytest.raises(ConfigError, match=r"trainer.arctic_rl.zero_stge.*did you mean 'zero_stage'"):
+            parse("trainer.arctic_rl.zero_stge=2")
+
+    def test_unknown_setting_of_skyrl_keeps_its_message_and_names_the_nearest(self):
+        with pytest.raises(ValueError, match="Invalid fields") as caught:
+            parse("trainer.algorithm.eps_clip_lo=0.1")
+        assert "did you mean 'trainer.algorithm.eps_clip_low'" in str(caught.value)
+
+    def test_dataloader_processes_are_only_started_when_asked_for(self):
+        assert parse().data.dataloader.num_workers == 0
+        assert parse("data.dataloader.num_workers=3").data.dataloader.num_workers == 3
+
+    def test_a_recipes_own_config_class_gets_our_settings(self):
+        @dataclasses.dataclass
+        class MyAlgorithm(AlgorithmConfig):
+            my_knob: int = 3
+
+        overrides = ["trainer.arctic_rl.zero_stage=3", "trainer.algorithm.my_knob=7"]
+        cfg = parse_config(overrides, make_config(algorithm_cls=MyAlgorithm))
+        assert (cfg.trainer.arctic_rl.zero_stage, cfg.trainer.algorithm.my_knob) == (3, 7)
+
+    def test_the_config_crosses_a_process(self):
+        cfg = parse("trainer.arctic_rl.zero_stage=3")
+        assert pickle.loads(pickle.dumps(cfg)) == cfg
+
+
+REFUSED = {
+    "trainer.algorithm.policy_loss_type": "gspo",
+    "trainer.algorithm.off_policy_correction.tis_ratio_type": "token",
+    "trainer.algorithm.off_policy_correction.token_mask_is_threshold_low": "0.1",
+    "trainer.critic.model.path": "some/model",
+    "trainer.policy.model.lora.rank": "8",
+    "trainer.policy.sequence_parallel_size": "2",
+    "trainer.policy.model_config_kwargs": "{a: 1}",
+    "trainer.ref.language_model_only": "true",
+    "trainer.mtp.enabled": "true",
+    "generator.max_turns": "3",
+    "generator.step_wise_trajectories": "true",
+    "generator.vision_language_generator": "true",
+    "generator.sampling_params.repetition_penalty": "1.1",
+    "generator.inference_engine.tensor_parallel_size": "2",
+    "generator.inference_engine.enable_return_routed_experts": "true",
+    "generator.inference_engine.engine_init_kwargs.quantization": "fp8",
+    "generator.inference_engine.run_engines_locally": "false",
+    "trainer.fully_async.enabled": "true",
+    "trainer.hf_save_interval": "5",
+    "trainer.resume_mode": "from_path",
+    "trainer.ckpt_path": "s3://bucket/ckpt",
+    "trainer.update_ref_every_epoch": "true",
+}
+
+
+class TestRefusals:
+    def test_skyrls_defaults_are_accepted(self):
+        assert refusals(validated()) == []
+
+    @pytest.mark.parametrize(("setting", "value"), REFUSED.items())
+    def test_each_is_refused_by_name_with_what_to_write(self, setting, value):
+        lines = refusals(parse(f"{setting}={value}"))
+        assert len(lines) == 1
+        assert lines[0].startswith(f"{setting}=")
+        assert ";" in lines[0]
+
+    def test_all_are_reported_at_once(self):
+        cfg = parse("trainer.policy.model.lora.rank=8", "generator.max_turns=3", "trainer.hf_save_interval=5")
+        with pytest.raises(UnsupportedError) as caught:
+            check_supported(cfg)
+        assert str(caught.value).count("\n- ") == 3
+
+    def test_what_has_no_effect_is_said_not_refused(self):
+        cfg = parse("trainer.flash_attn=false", "trainer.policy.fsdp_config.cpu_offload=true")
+        assert refusals(cfg) == []
+        assert len(without_effect(cfg)) == 2
+
+
+class TestPreflight:
+    def folder(self, tmp_path, *files):
+        for name in files:
+            (tmp_path / name).touch()
+        return tmp_path
+
+    def cfg(self, tmp_path, *overrides):
+        data = self.folder(tmp_path, "train.parquet", "config.json", "model.safetensors")
+        return parse(
+            f"data.train_data=['{data}/train.parquet']",
+            "trainer.eval_interval=-1",
+            f"trainer.policy.model.path={data}",
+            f"trainer.ckpt_path={tmp_path}/ckpt",
+            *overrides,
+        )
+
+    def test_a_complete_recipe_passes(self, tmp_path):
+        preflight(self.cfg(tmp_path))
+
+    def test_every_problem_is_reported_at_once(self, tmp_path):
+        (tmp_path / "empty").mkdir()
+        cfg = self.cfg(
+            tmp_path,
+            "data.train_data=['/nowhere/train.parquet']",
+            f"trainer.policy.model.path={tmp_path}/empty",
+            "trainer.ref.model.path=/nowhere/model",
+        )
+        with pytest.raises(ConfigError) as caught:
+            preflight(cfg)
+        for said in ("no file /nowhere/train.parquet", "no config.json", "no weights", "no such folder"):
+            assert said in str(caught.value)
+
+    def test_a_checkpoint_is_not_silently_ignored(self, tmp_path):
+        (tmp_path / "ckpt").mkdir()
+        (tmp_path / "ckpt" / "latest_ckpt_global_step.txt").write_text("7")
+        with pytest.raises(ConfigError, match=r"step 7.*resume_mode=null"):
+            preflight(self.cfg(tmp_path))
+        preflight(self.cfg(tmp_path, "trainer.resume_mode=null"))
+
+
+ODD = {
+    "trainer.policy.optimizer_config.lr": (3.5e-4, lambda c: c.policy.optimizer.lr),
+    "trainer.policy.optimizer_config.weight_decay": (0.37, lambda c: c.policy.optimizer.weight_decay),
+    "trainer.policy.optimizer_config.max_grad_norm": (0.7, lambda c: c.policy.optimizer.max_grad_norm),
+    "trainer.policy.optimizer_config.num_warmup_steps": (13, lambda c: c.policy.optimizer.num_warmup_steps),
+    "trainer.policy.optimizer_config.scheduler": ("cosine", lambda c: c.policy.optimizer.scheduler),
+    "trainer.arctic_rl.zero_stage": (3, lambda c: c.policy.zero_stage),
+    "trainer.seed": (991, lambda c: c.policy.seed),
+    "trainer.gradient_checkpointing": (False, lambda c: c.policy.gradient_checkpointing),
+    "trainer.placement.policy_num_gpus_per_node": (2, lambda c: c.policy_ranks),
+    "generator.inference_engine.num_engines": (2, lambda c: c.engines),
+    "generator.inference_engine.max_num_seqs": (77, lambda c: c.sampling.max_num_seqs),
+    "generator.inference_engine.max_num_batched_tokens": (777, lambda c: c.sampling.max_num_batched_tokens),
+    "generator.inference_engine.enable_prefix_caching": (False, lambda c: c.sampling.enable_prefix_caching),
+    "generator.inference_engine.model_dtype": ("float32", lambda c: c.sync_dtype),
+    "trainer.arctic_rl.cpu_threads": (5, lambda c: c.sampling.threads),
+}
+
+
+class TestServerConfig:
+    @pytest.mark.parametrize(("setting", "case"), ODD.items())
+    def test_an_odd_value_is_found_in_the_servers_config(self, setting, case):
+        value, read = case
+        plain = server_config(parse(), run_id="x", env_vars={})
+        odd = server_config(parse(f"{setting}={json.dumps(value)}"), run_id="x", env_vars={})
+        assert read(odd) == value
+        assert read(plain) != value
+
+    def test_betas_dtype_and_the_engines_raw_arguments(self):
+        cfg = parse(
+            "trainer.policy.optimizer_config.adam_betas=[0.8,0.88]",
+            "trainer.bf16=false",
+            "generator.inference_engine.engine_init_kwargs.max_model_len=321",
+            "generator.inference_engine.engine_init_kwargs.block_size=32",
+        )
+        config = server_config(cfg, run_id="x", env_vars={})
+        assert config.policy.optimizer.betas == (0.8, 0.88)
+        assert config.policy.dtype == "float32"
+        assert server_config(parse(), run_id="x", env_vars={}).policy.dtype == "bfloat16"
+        assert config.sampling.max_model_len == 321
+        assert config.sampling.engine_kwargs == {"block_size": 32}
+
+    def test_a_reference_model_only_where_a_kl_term_asks_for_it(self):
+        assert server_config(parse(), run_id="x", env_vars={}).ref_ranks == 1
+        without = server_config(parse("trainer.algorithm.use_kl_loss=false"), run_id="x", env_vars={})
+        assert (without.reference, without.ref_ranks) == (None, 0)
+
+    def test_an_engine_argument_that_is_ours_is_refused(self):
+        with pytest.raises(UnsupportedError, match="logprobs_mode"):
+            server_config(
+                parse("generator.inference_engine.engine_init_kwargs.logprobs_mode=raw_logprobs"),
+                run_id="x",
+                env_vars={},
+            )
+
+    def test_an_unknown_dtype_is_refused(self):
+        with pytest.raises(UnsupportedError, match="model_dtype='int3'"):
+            server_config(parse("generator.inference_engine.model_dtype=int3"), run_id="x", env_vars={})
+
+
+LOSS_SETTINGS = {
+    "trainer.algorithm.eps_clip_low=0.11": ("clip_ratio_low", 0.11),
+    "trainer.algorithm.eps_clip_high=0.33": ("clip_ratio_high", 0.33),
+    "trainer.algorithm.kl_loss_coef=0.5": ("kl_loss_coef", 0.5),
+    "trainer.algorithm.kl_estimator_type=k2": ("kl_loss_type", "k2"),
+    "trainer.algorithm.use_kl_loss=false": ("use_kl_loss", False),
+    "trainer.algorithm.use_entropy_loss=true": ("entropy_coeff", 0.01),
+    "trainer.algorithm.policy_loss_type=dual_clip": ("clip_ratio_c", 3.0),
+}
+
+
+@pytest.mark.parametrize(("override", "expected"), LOSS_SETTINGS.items())
+def test_each_algorithm_setting_reaches_the_loss(override, expected):
+    key, value = expected
+    assert actor_config(parse(override))[key] == value
+    assert actor_config(parse())[key] != value
+
+
+class TestRuntimeEnv:
+    def test_forwarded_and_never_forwarded(self, monkeypatch):
+        values = {
+            "WANDB_MODE": "off;line",
+            "ARCTIC_X": "a b",
+            "SKYRL_Y": "transformers<5",
+            "CUDA_VISIBLE_DEVICES": "3",
+        }
+        for name, value in values.items():
+            monkeypatch.setenv(name, value)
+        env_vars = runtime_env_vars(validated("trainer.placement.policy_num_gpus_per_node=1"), "the-run")
+        assert {name: env_vars.get(name) for name in values} == {**values, "CUDA_VISIBLE_DEVICES": None}
+        assert env_vars["ARCTIC_RL_RUN_ID"] == "the-run"
+
+    def test_many_gpus_are_not_probed(self):
+        cfg = parse("trainer.placement.policy_num_gpus_per_node=8", "generator.inference_engine.num_engines=8")
+        before = dataclasses.asdict(cfg)
+        env_vars = runtime_env_vars(cfg, "x")
+        assert "NCCL_P2P_DISABLE" not in env_vars
+        assert dataclasses.asdict(cfg) == before
+        assert "RAY_ADDRESS" not in os.environ
+
+
+def test_leaf_names_hold_skyrls_and_ours():
+    from integrations.arctic_rl.skyrl_config import ArcticSkyRLTrainConfig
+
+    names = leaf_names(ArcticSkyRLTrainConfig)
+    assert {"trainer.arctic_rl.zero_stage", "trainer.algorithm.eps_clip_low", "data.train_data"} <= names
+    assert len(names) > 300
