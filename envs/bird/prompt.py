@@ -33,23 +33,19 @@ def build_response(reasoning: str, sql: str) -> str:
 def schema_text(db_path: PathLike, *, tables: Iterable[str] | None = None) -> str:
     """Returns one compact CREATE statement a line: columns, declared types, primary and foreign keys.
 
-    Tables come in the order in which they were created; views are listed with their columns after them. Foreign keys
-    over one column stand beside it, longer ones at the end of the statement.
+    Tables come in the order in which they were created, then views with their columns. Foreign keys over one column
+    stand beside it, longer ones at the end of the statement. Left out: SQLite's own tables, those in which modules
+    such as FTS keep their data, and views that refer to something that is no longer there.
 
     Args:
         db_path: The SQLite file, opened read-only.
-        tables: Names of the tables and views to describe, in that order; None = all of the user's.
+        tables: Names of the tables and views to describe, in that order; None = all.
 
     Raises ValueError for a name in `tables` that the database lacks, and what `open_read_only` raises.
     """
     connection = open_read_only(db_path)
     try:
-        kinds = dict(
-            connection.execute(
-                "SELECT name, type FROM sqlite_master WHERE type IN ('table', 'view') "
-                "AND name NOT LIKE 'sqlite\\_%' ESCAPE '\\' ORDER BY type, rowid"
-            ).fetchall()
-        )
+        kinds = _tables_and_views(connection)
         wanted = list(kinds) if tables is None else list(tables)
         missing = [name for name in wanted if name not in kinds]
         if missing:
@@ -57,6 +53,29 @@ def schema_text(db_path: PathLike, *, tables: Iterable[str] | None = None) -> st
         return "\n".join(_create_statement(connection, name, kinds[name]) for name in wanted)
     finally:
         connection.close()
+
+
+def _tables_and_views(connection: sqlite3.Connection) -> dict[str, str]:
+    """Returns name -> "table" or "view" of what a query may use."""
+    # table_list: schema, name, type, ...
+    shadows = {row[1] for row in connection.execute("PRAGMA table_list") if row[2] == "shadow"}
+    listed = connection.execute(
+        "SELECT name, type FROM sqlite_master WHERE type IN ('table', 'view') "
+        "AND name NOT LIKE 'sqlite\\_%' ESCAPE '\\' ORDER BY type, rowid"
+    ).fetchall()
+    return {
+        name: kind
+        for name, kind in listed
+        if name not in shadows and (kind == "table" or _is_readable(connection, name))
+    }
+
+
+def _is_readable(connection: sqlite3.Connection, view: str) -> bool:
+    try:
+        _pragma(connection, "table_xinfo", view)
+    except sqlite3.OperationalError:
+        return False
+    return True
 
 
 def _create_statement(connection: sqlite3.Connection, table: str, kind: str) -> str:

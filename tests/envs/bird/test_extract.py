@@ -98,8 +98,8 @@ def test_fuzzed_responses_give_back_their_last_sql_block():
 
 def test_random_text_never_raises_and_ends_soon():
     rng = random.Random(5)
-    pieces = '<think> </think> ``` ```sql ` SELECT WITH FROM AS ( ) \' " /* -- ; : { "sql": é'.split(" ")
-    pieces += [" ", "\n", "\0", "\udce9", "WITH a AS ("]
+    pieces = ["<think>", "</think>", "```", "```sql", "`", "SELECT ", "WITH a AS (", "FROM", "'", '"', "/*", "--", ";",
+              ":", "{", '"sql":', "\n", "\0", "\udce9", "é", "   "]  # fmt: skip
     for _ in range(3000):
         parse_response("".join(rng.choices(pieces, k=rng.randint(0, 40))))
     for piece in pieces:
