@@ -37,6 +37,7 @@ class SamplingWorker:
         self._engine: Any = None
         self._engine_process_ids: list[int] = []
         self._end_token_ids: list[int] = []
+        self._refusals: tuple[type[Exception], ...] = (ValueError,)
         self._version = 0
         self._asleep: set[str] = set()
         self._unusable: str | None = None
@@ -62,8 +63,10 @@ class SamplingWorker:
             else:
                 os.environ[name] = value
         from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.exceptions import VLLMClientError
         from vllm.v1.engine.async_llm import AsyncLLM
 
+        self._refusals = (ValueError, VLLMClientError)
         known = {argument.name for argument in dataclasses.fields(AsyncEngineArgs)}
         arguments = engine_arguments(spec, known)
         try:
@@ -297,11 +300,7 @@ class SamplingWorker:
         self, prompt_token_ids: list[int], params: Mapping[str, Any], request_id: str, cache_salt: str | None
     ) -> dict[str, Any]:
         version = self._version
-        stream = self._engine.generate(
-            _prompt(prompt_token_ids, cache_salt), _sampling_params(params, self._end_token_ids), request_id
-        )
-        output = await self._engine_call(_last(stream))
-        completion = output.outputs[0]
+        completion = await self._engine_call(self._complete(prompt_token_ids, params, request_id, cache_salt))
         token_ids = list(completion.token_ids)
         if completion.finish_reason not in _STOP_REASONS:
             raise ArcticError(f"request {request_id} ended with the unknown reason {completion.finish_reason!r}")
@@ -315,6 +314,14 @@ class SamplingWorker:
             "text": completion.text if params["detokenize"] else None,
             "weight_version": version,
         }
+
+    async def _complete(
+        self, prompt_token_ids: list[int], params: Mapping[str, Any], request_id: str, cache_salt: str | None
+    ) -> Any:
+        prompt = _prompt(prompt_token_ids, cache_salt)
+        stream = self._engine.generate(prompt, _sampling_params(params, self._end_token_ids), request_id)
+        outputs = [output async for output in stream]
+        return outputs[-1].outputs[0]
 
     async def _reset_prefix_cache(self) -> None:
         before, self._unusable = self._unusable, "its prefix cache could not be emptied"
@@ -336,7 +343,7 @@ class SamplingWorker:
         except Exception as error:
             if self._engine is None or self._engine.errored:
                 raise self._died() from error
-            if isinstance(error, ValueError):
+            if isinstance(error, self._refusals):
                 raise UnsupportedError(f"vLLM refused a request: {error}") from error
             raise ArcticError(f"vLLM failed: {error}{self._log_end()}") from error
 
@@ -345,11 +352,6 @@ class SamplingWorker:
 
     def _log_end(self) -> str:
         return "" if self._spec.log_file is None else f"\n{log_tail(self._spec.log_file)}"
-
-
-async def _last(stream: Any) -> Any:
-    outputs = [output async for output in stream]
-    return outputs[-1]
 
 
 def _prompt(token_ids: list[int], cache_salt: str | None) -> Any:
@@ -365,7 +367,4 @@ def _sampling_params(params: Mapping[str, Any], end_token_ids: list[int]) -> Any
     kwargs = dict(params)
     if not kwargs["ignore_eos"]:
         kwargs["stop_token_ids"] = list(dict.fromkeys([*kwargs["stop_token_ids"], *end_token_ids]))
-    try:
-        return SamplingParams(**kwargs, output_kind=RequestOutputKind.FINAL_ONLY, skip_clone=True)
-    except ValueError as error:
-        raise UnsupportedError(f"vLLM refused sampling parameters: {error}") from error
+    return SamplingParams(**kwargs, output_kind=RequestOutputKind.FINAL_ONLY, skip_clone=True)

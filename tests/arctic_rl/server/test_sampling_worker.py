@@ -350,3 +350,279 @@ def test_every_declared_end_id_is_read(tmp_path, generation, config, expected):
     if generation is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps(generation))
     assert end_token_ids(str(tmp_path)) == expected
+
+
+END, PAD, SECOND_END = 256, 257, 258
+VOCABULARY = 260
+
+
+def save_model(folder, *, tied=True, seed=0):
+    """A tiny Qwen3 with random weights, a byte-level tokenizer, and a generation config that must have no effect."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|end|>", extra_special_tokens=["<|second_end|>"], pad_token="<|pad|>"
+    )
+    assert tokenizer.convert_tokens_to_ids(["<|end|>", "<|pad|>", "<|second_end|>"]) == [END, PAD, SECOND_END]
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=512,
+        tie_word_embeddings=tied,
+        initializer_range=0.2,
+        bos_token_id=None,
+        eos_token_id=END,
+        pad_token_id=PAD,
+    )
+    model = Qwen3ForCausalLM(config).eval()
+    model.save_pretrained(folder)
+    generation = {"repetition_penalty": 1.1, "top_k": 20, "top_p": 0.8, "temperature": 0.7, "max_new_tokens": 16}
+    (Path(folder) / "generation_config.json").write_text(json.dumps({**generation, "eos_token_id": [END, SECOND_END]}))
+    return model
+
+
+def random_prompts(count, seed, low=5, high=150):
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(low, high, (count,), generator=generator).tolist()
+    return [torch.randint(0, 256, (length,), generator=generator).tolist() for length in lengths]
+
+
+@torch.no_grad()
+def reference_logprobs(model, prompt, response, temperature):
+    logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1] / temperature
+    return logits.log_softmax(-1).gather(-1, torch.tensor(response)[:, None])[:, 0]
+
+
+@torch.no_grad()
+def reference_greedy(model, prompt, length):
+    """Greedy decoding by full forward passes: no cache, no generation config."""
+    tokens = list(prompt)
+    for _ in range(length):
+        tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+    return tokens[len(prompt) :]
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory):
+    """One engine as a Ray actor; tests must leave it with the weights of ``real.model``."""
+    import ray
+
+    folder = tmp_path_factory.mktemp("engine")
+    model = save_model(folder / "model")
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    actor = (
+        ray.remote(SamplingWorker)
+        .options(num_cpus=0, max_concurrency=1000)
+        .remote(
+            spec(
+                model_path=str(folder / "model"),
+                max_model_len=512,
+                engine_kwargs={"block_size": 32},
+                log_file=str(folder / "engine.log"),
+            )
+        )
+    )
+    try:
+        ray.get(actor.setup.remote(), timeout=240)
+        yield SimpleNamespace(actor=actor, model=model, get=ray.get, counter=0, folder=folder)
+        ray.get(actor.shutdown.remote(), timeout=30)
+    except ray.exceptions.RayActorError:
+        pass
+    finally:
+        ray.shutdown()
+
+
+def ask(real, prompts, params, salt=None):
+    requests = []
+    for prompt, one in zip(prompts, params if isinstance(params, list) else [params] * len(prompts), strict=True):
+        real.counter += 1
+        kwargs = to_vllm_kwargs({"logprobs": 1, **one})
+        requests.append(
+            {"prompt_token_ids": prompt, "params": kwargs, "request_id": str(real.counter), "cache_salt": salt}
+        )
+    return real.get(real.actor.generate_many.remote(requests), timeout=120)
+
+
+def greedy(real, prompts, length, **params):
+    return ask(real, prompts, {"temperature": 0.0, "max_tokens": length, "ignore_eos": True, **params})
+
+
+def sync(real, tensors, version, dtype="float32"):
+    path = write_weights(tensors, real.folder, version, dtype)
+    return real.get(real.actor.sync_weights.remote(str(path), version), timeout=60)
+
+
+@pytest.mark.slow
+def test_the_engine_is_built_as_told(real):
+    config = real.get(real.actor.engine_config.remote())
+    expected = {
+        "dtype": "float32",
+        "max_model_len": 512,
+        "max_num_seqs": 32,
+        "max_num_batched_tokens": 96,
+        "block_size": 32,
+        "enable_prefix_caching": True,
+        "logprobs_mode": "processed_logprobs",
+        "default_sampling_params": {},
+        "kv_cache_memory_bytes": 2**26,
+        "end_token_ids": [END, SECOND_END],
+    }
+    assert expected.items() <= config.items()
+    names = real.get(real.actor.weight_names.remote())
+    assert names == [(name, tuple(p.shape), "float32") for name, p in real.model.named_parameters()]
+    log = (real.folder / "engine.log").read_text()
+    assert "Initializing a V1 LLM engine" in log and "Loading weights took" in log
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_log_probs_of_samples_agree_with_transformers(real, temperature):
+    """Prompts split over steps of 96 tokens, seeded; the checkpoint's penalty, top-k and length have no effect."""
+    prompts = random_prompts(32, seed=1)
+    params = [
+        {"temperature": temperature, "max_tokens": 40, "ignore_eos": True, "seed": i} for i in range(len(prompts))
+    ]
+    results = ask(real, prompts, params)
+    differences = []
+    for prompt, result in zip(prompts, results, strict=True):
+        assert len(result["token_ids"]) == 40 and result["stop_reason"] == "length"
+        expected = reference_logprobs(real.model, prompt, result["token_ids"], temperature)
+        differences.append((torch.tensor(result["logprobs"]) - expected).abs())
+    difference = torch.cat(differences)
+    assert difference.mean() < 1e-5 and difference.max() < 1e-3
+
+
+@pytest.mark.slow
+def test_seeds_give_the_same_samples_in_any_batch(real):
+    prompts = [random_prompts(1, seed=2, low=120, high=121)[0]] * 16
+    params = [{"temperature": 1.0, "max_tokens": 24, "ignore_eos": True, "seed": 100 + i} for i in range(16)]
+    first = [result["token_ids"] for result in ask(real, prompts, params)]
+    other = random_prompts(4, seed=3)
+    crowd = ask(real, other + prompts[::-1], [{"temperature": 1.0, "max_tokens": 30}] * 4 + params[::-1])
+    assert [result["token_ids"] for result in crowd[4:]][::-1] == first
+    assert len({tuple(tokens) for tokens in first}) == 16
+    unseeded = ask(real, prompts[:2], {"temperature": 1.0, "max_tokens": 24, "ignore_eos": True})
+    assert unseeded[0]["token_ids"] != unseeded[1]["token_ids"]
+
+
+@pytest.mark.slow
+def test_parameters_reach_the_engine(real):
+    """Each of these leaves one token to choose from, so that sampling must equal greedy decoding."""
+    prompts = random_prompts(4, seed=4)
+    expected = [reference_greedy(real.model, prompt, 12) for prompt in prompts]
+    assert [result["token_ids"] for result in greedy(real, prompts, 12)] == expected
+    for narrow in ({"top_k": 1}, {"min_p": 1.0}, {"top_p": 1e-6}):
+        results = ask(real, prompts, {"temperature": 1.0, "max_tokens": 12, "ignore_eos": True, **narrow})
+        assert [result["token_ids"] for result in results] == expected, narrow
+    allowed = ask(real, prompts, {"temperature": 1.0, "max_tokens": 12, "allowed_token_ids": [65, 66]})
+    assert {token for result in allowed for token in result["token_ids"]} <= {65, 66}
+    penalised = greedy(real, prompts, 12, repetition_penalty=1.9)
+    assert [result["token_ids"] for result in penalised] != expected
+    short = ask(real, prompts[:1], {"temperature": 0.0, "max_tokens": 3, "logprobs": None})[0]
+    assert short["logprobs"] is None and short["text"] is None and short["stop_reason"] == "length"
+
+
+@pytest.mark.slow
+def test_stop_strings_and_stop_ids_end_a_response(real):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(real.folder / "model")
+    letters = list(range(33, 90))
+    prompt = letters * 2
+    free = ask(real, [prompt], {"temperature": 1.0, "seed": 1, "max_tokens": 24, "allowed_token_ids": letters})[0]
+    tokens = free["token_ids"]
+    text = tokenizer.decode(tokens[6:9])
+    end = next(i for i in range(1, 25) if text in tokenizer.decode(tokens[:i]))
+    same = {"temperature": 1.0, "seed": 1, "max_tokens": 24, "allowed_token_ids": letters}
+    stopped = ask(real, [prompt], {**same, "stop": [text]})[0]
+    assert stopped["token_ids"] == tokens[:end] and stopped["stop_reason"] == "stop"
+    assert stopped["text"] == tokenizer.decode(tokens[:end]) and stopped["text"].endswith(text)
+    by_id = ask(real, [prompt], {**same, "stop_token_ids": [tokens[7]]})[0]
+    assert by_id["token_ids"] == tokens[: tokens.index(tokens[7]) + 1] and by_id["stop_reason"] == "stop"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", [END, SECOND_END])
+def test_every_end_id_of_the_checkpoint_stops(real, end):
+    forced = {"temperature": 1.0, "max_tokens": 5, "logit_bias": {end: 100.0}}
+    prompt = random_prompts(1, seed=6)[0]
+    result = ask(real, [prompt], forced)[0]
+    assert result["token_ids"] == [end] and result["stop_reason"] == "stop" and len(result["logprobs"]) == 1
+    ignored = ask(real, [prompt], {**forced, "ignore_eos": True})[0]
+    assert ignored["token_ids"] == [end] * 5 and ignored["stop_reason"] == "length"
+
+
+@pytest.mark.slow
+def test_a_prompt_that_does_not_fit_is_refused(real):
+    with pytest.raises(UnsupportedError, match=r"vLLM refused a request: .*513.* 512"):
+        ask(real, [[1] * 513], {"temperature": 0.0, "max_tokens": 4})
+    with pytest.raises(UnsupportedError, match=r"vLLM refused a request: .*999999"):
+        ask(real, [[1]], {"temperature": 0.0, "max_tokens": 4, "allowed_token_ids": [999999]})
+    assert len(greedy(real, [[1, 2, 3]], 2)[0]["token_ids"]) == 2
+
+
+@pytest.mark.slow
+def test_synced_weights_are_sampled_and_no_stale_prefix_is(real):
+    """Prompts of eight cache blocks before and after; greedy output equals transformers token by token."""
+    prompts = random_prompts(4, seed=7, low=260, high=300)
+    before = [result["token_ids"] for result in greedy(real, prompts, 20)]
+    assert before == [reference_greedy(real.model, prompt, 20) for prompt in prompts]
+    generator = torch.Generator().manual_seed(8)
+    with torch.no_grad():
+        for parameter in real.model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
+    assert sync(real, real.model.named_parameters(), 1) == 1
+    after = greedy(real, prompts, 20)
+    expected = [reference_greedy(real.model, prompt, 20) for prompt in prompts]
+    assert [result["token_ids"] for result in after] == expected and expected != before
+    assert {result["weight_version"] for result in after} == {1}
+    results = ask(real, prompts, {"temperature": 1.0, "max_tokens": 20, "ignore_eos": True, "seed": 3})
+    for prompt, result in zip(prompts, results, strict=True):
+        expected = reference_logprobs(real.model, prompt, result["token_ids"], 1.0)
+        assert (torch.tensor(result["logprobs"]) - expected).abs().mean() < 1e-5
+
+
+@pytest.mark.slow
+def test_wrong_weights_are_refused_before_anything_changes(real):
+    prompts = random_prompts(2, seed=9)
+    before = [result["token_ids"] for result in greedy(real, prompts, 12)]
+    version = real.get(real.actor.weight_version.remote())
+    other = {name: torch.zeros_like(p) for name, p in real.model.named_parameters()}
+    wrong = {
+        "unknown tensor 'lm_head.weight'": {**other, "lm_head.weight": torch.zeros(VOCABULARY, 64)},
+        "missing tensor 'model.norm.weight'": {n: t for n, t in other.items() if n != "model.norm.weight"},
+        "'model.norm.weight' has shape": {**other, "model.norm.weight": torch.zeros(65)},
+    }
+    for words, tensors in wrong.items():
+        with pytest.raises(ArcticError, match=words):
+            sync(real, tensors.items(), 99)
+    with pytest.raises(ArcticError, match="cast to bfloat16"):
+        sync(real, other.items(), 99, dtype="bfloat16")
+    assert [result["token_ids"] for result in greedy(real, prompts, 12)] == before
+    assert real.get(real.actor.weight_version.remote()) == version
+
+
+@pytest.mark.slow
+def test_no_process_outlives_a_killed_worker(real):
+    import signal
+
+    import psutil
+
+    own, *children = real.get(real.actor.process_ids.remote())
+    engine = [psutil.Process(pid) for pid in children]
+    assert any("EngineCore" in process.name() for process in engine)
+    os.kill(own, signal.SIGKILL)
+    _, alive = psutil.wait_procs(engine, timeout=10)
+    assert alive == []
