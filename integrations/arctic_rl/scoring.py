@@ -5,13 +5,16 @@ brings the result and the environment's new state back. Every worker is a pebble
 pebble pool share a pipe behind one lock, and one killed while idle marks that whole pool broken, so that a dead worker
 would become a dead run.
 
-Workers import pebble, this module and ``ScoringConfig.modules``, and never the parent's ``__main__``.
+Workers import pebble, this module, ``ScoringConfig.modules`` and the modules of the environments, and never the
+parent's ``__main__``.
 """
 
 import asyncio
+import contextlib
 import faulthandler
 import functools
 import importlib
+import io
 import logging
 import math
 import os
@@ -40,6 +43,7 @@ _MB = 1 << 20
 _TICK_S = 0.1
 _BACKSTOP_S = 10.0
 _MAX_DEFAULT_WORKERS = 32
+_STACK = frozenset({"datasets", "deepspeed", "ray", "skyrl", "torch", "transformers", "vllm"})
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 
 
@@ -105,7 +109,10 @@ class ScoringConfig:
     interpreter and modules included. RLIMIT_AS is not used: it also counts mapped libraries and reserved arenas."""
 
     modules: tuple[str, ...] = ()
-    """Modules that every worker imports when it starts, before any limit applies, e.g. ``skyrl_arctic_rl.envs``."""
+    """Modules that every worker imports when it starts, before the limits apply, e.g. ``skyrl_arctic_rl.envs``. The
+    module of an environment's class is imported in the same way without being listed, once a call has shown it. An
+    environment whose state refers to the training stack (torch, skyrl, ray, ...) goes to workers only if that package
+    is listed here."""
 
     start_up_limit_s: float = 120.0
     """Seconds a worker may take to start and import ``modules``."""
@@ -156,7 +163,7 @@ def _private_memory_mb() -> int:
     return int(line.split()[1]) // 1024
 
 
-def _initialize_worker(modules: tuple[str, ...], memory_limit_mb: int) -> None:
+def _initialize_worker(modules: tuple[str, ...], env_modules: list[str], memory_limit_mb: int) -> None:
     # An exception here would end the worker silently, so it is kept and answered to the first call.
     global _start_up_error
     try:
@@ -165,6 +172,10 @@ def _initialize_worker(modules: tuple[str, ...], memory_limit_mb: int) -> None:
             os.environ[name] = "1"
         for module in modules:
             importlib.import_module(module)
+        for module in env_modules:
+            # One that cannot be imported here is reported when an environment of it is unpickled.
+            with contextlib.suppress(ImportError):
+                importlib.import_module(module)
         used_mb = _private_memory_mb()
         if used_mb > 0.75 * memory_limit_mb:
             raise MemoryError(
@@ -195,8 +206,6 @@ def _run_call(payload: bytes, backstop_s: float) -> tuple[str, Any, float]:
 def _execute(payload: bytes) -> tuple[str, Any]:
     try:
         env, method, args, kwargs = pickle.loads(payload)
-    except MemoryError:
-        raise
     except Exception as error:
         return "cannot_travel", f"a worker cannot unpickle it: {error!r}"
     try:
@@ -274,11 +283,42 @@ class _WorkerProcess(SpawnProcess):
             self.kill()
 
 
+class _Lock:
+    """A spawn lock that can be dropped. Left to the garbage collector, its semaphore may be freed in the middle of a
+    call to multiprocessing's resource tracker, which then warns of a leak."""
+
+    def __init__(self, lock: Any) -> None:
+        self._lock = lock
+
+    def acquire(self, block: bool = True, timeout: float | None = None) -> bool:
+        return self._lock.acquire(block, timeout)
+
+    def release(self) -> None:
+        self._lock.release()
+
+    def drop(self) -> None:
+        self._lock = None
+
+    def __reduce__(self) -> Any:
+        return _Lock, (self._lock,)
+
+
 class _WorkerContext(SpawnContext):
-    """A spawn context that remembers the last process it made."""
+    """A spawn context that remembers its locks and the last process it made."""
 
     def __init__(self) -> None:
         self.latest: _WorkerProcess | None = None
+        self._locks: list[_Lock] = []
+
+    def RLock(self) -> _Lock:
+        self._locks.append(_Lock(super().RLock()))
+        return self._locks[-1]
+
+    def drop_locks(self) -> None:
+        """Free the semaphores; no pool of this context may run any more."""
+        for lock in self._locks:
+            lock.drop()
+        self._locks.clear()
 
     def Process(self, *args: Any, **kwargs: Any) -> _WorkerProcess:
         self.latest = _WorkerProcess(*args, **kwargs)
@@ -302,8 +342,9 @@ class _WorkerLost(Exception):
 class _Slot:
     """One worker: a pebble pool of size 1, made anew when its worker died of anything but the time limit."""
 
-    def __init__(self, config: ScoringConfig) -> None:
+    def __init__(self, config: ScoringConfig, env_modules: list[str]) -> None:
         self._config = config
+        self._env_modules = env_modules
         self._pool: ProcessPool | None = None
         self._context = _WorkerContext()
         self._lock = threading.Lock()
@@ -324,7 +365,7 @@ class _Slot:
                 self._pool = ProcessPool(
                     max_workers=1,
                     initializer=_initialize_worker,
-                    initargs=(self._config.modules, self._config.memory_limit_mb),
+                    initargs=(self._config.modules, self._env_modules, self._config.memory_limit_mb),
                     context=self._context,
                 )
                 if not self._pool.active:
@@ -336,6 +377,7 @@ class _Slot:
             self._pool.stop()
             self._pool.join()
             self._pool = None
+            self._context.drop_locks()
 
     def discard(self) -> None:
         """Kill the worker; the next call gets a fresh one."""
@@ -406,14 +448,36 @@ class _Slot:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _pack_call(env: object, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
+class _CallPickler(pickle.Pickler):
+    """A pickler that notes the modules which the receiver will import."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self.modules: set[str] = set()
+
+    def reducer_override(self, obj: Any) -> Any:
+        owner = obj if isinstance(obj, (type, types.FunctionType)) else type(obj)
+        self.modules.add(owner.__module__)
+        return NotImplemented
+
+
+def _pack_call(
+    env: object, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], modules: tuple[str, ...]
+) -> bytes:
     cls = type(env)
-    if cls.__module__ == "__main__":
-        raise pickle.PicklingError("its class is defined in __main__, which no worker imports; move it to a module")
     slotted = [base.__name__ for base in cls.__mro__ if "__slots__" in vars(base) and vars(base)["__slots__"]]
     if slotted:
         raise pickle.PicklingError(f"its state lies in __slots__ of {slotted}, not in __dict__")
-    return pickle.dumps((env, method, args, kwargs), protocol=pickle.HIGHEST_PROTOCOL)
+    file = io.BytesIO()
+    pickler = _CallPickler(file)
+    pickler.dump((env, method, args, kwargs))
+    if "__main__" in pickler.modules:
+        raise pickle.PicklingError("it uses a class of __main__, which no worker imports; move that class to a module")
+    allowed = {module.partition(".")[0] for module in modules}
+    refused = sorted(module for module in pickler.modules if module.partition(".")[0] in _STACK - allowed)
+    if refused:
+        raise pickle.PicklingError(f"its state refers to {refused}, too large for a worker to import")
+    return file.getvalue()
 
 
 class EnvPool:
@@ -431,7 +495,9 @@ class EnvPool:
         self.busy_seconds = 0.0
         """Seconds spent running calls, summed over workers and threads; a killed call counts until it was killed."""
         self._counters: Counter[str] = Counter()
-        self._slots: list[_Slot] = [_Slot(config) for _ in range(config.worker_count)]
+        # Shared with the slots and pickled whenever a worker starts, so that it knows every class seen until then.
+        self._env_modules: list[str] = []
+        self._slots: list[_Slot] = [_Slot(config, self._env_modules) for _ in range(config.worker_count)]
         self._free: list[_Slot] = list(reversed(self._slots))
         self._waiting: deque[Future[_Slot]] = deque()
         self._lock = threading.Lock()
@@ -454,8 +520,8 @@ class EnvPool:
     async def call(self, env: Any, method: str, /, *args: Any, **kwargs: Any) -> Any:
         """Run ``env.method(*args, **kwargs)`` in a worker and return its result; ``env`` takes over the new state.
 
-        An environment that cannot be pickled runs in a thread of this process, without limits, after one warning for
-        its class.
+        An environment that cannot be sent (not picklable, defined in ``__main__``, or tied to the training stack) runs
+        in a thread of this process, without limits, after one warning for its class.
 
         Raises:
             ScoringTimeout, ScoringMemoryExceeded: the call itself broke a limit.
@@ -470,10 +536,12 @@ class EnvPool:
         if type(env) in self._thread_only:
             return await self._call_in_thread(env, method, args, kwargs)
         try:
-            payload = _pack_call(env, method, args, kwargs)
+            payload = _pack_call(env, method, args, kwargs, self.config.modules)
         except Exception as error:
-            self._warn_once(type(env), f"it cannot be pickled: {error!r}")
+            self._warn_once(type(env), f"it cannot be sent to a worker: {error}")
             return await self._call_in_thread(env, method, args, kwargs)
+        if type(env).__module__ not in self._env_modules:
+            self._env_modules.append(type(env).__module__)
         kind, body = await self._call_in_worker(payload, label)
         if kind == "cannot_travel":
             self._thread_only.add(type(env))

@@ -1,4 +1,5 @@
 import asyncio
+import gc
 import importlib
 import itertools
 import logging
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -351,6 +353,47 @@ def test_slots_stay_in_a_thread(envs, make_pool, caplog):
     assert env.turns == 1 and "__slots__" in caplog.text
 
 
+def test_state_tied_to_the_training_stack_stays_in_a_thread_unless_listed(envs, make_pool, caplog, monkeypatch):
+    monkeypatch.setattr(scoring, "_STACK", frozenset({"fractions"}))
+    env = envs.CountingEnv()
+    env.share = [{"part": Fraction(1, 3)}]
+    with caplog.at_level(logging.WARNING, logger=scoring.__name__):
+        process_id, _ = asyncio.run(make_pool(workers=1).call(env, "where"))
+    assert process_id == os.getpid() and "['fractions']" in caplog.text
+    process_id, _ = asyncio.run(make_pool(workers=1, modules=["fractions"]).call(env, "where"))
+    assert process_id != os.getpid() and env.share == [{"part": Fraction(1, 3)}]
+
+
+def test_importing_the_environments_module_is_not_part_of_the_call(envs, make_pool, tmp_path, monkeypatch):
+    (tmp_path / "slow_module.py").write_text(
+        "import time\nfrom plain_envs import TroubleEnv\ntime.sleep(0.8)\nclass SlowEnv(TroubleEnv):\n    pass\n",
+        encoding="ascii",
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    env = importlib.import_module("slow_module").SlowEnv(1)
+    pool = make_pool(workers=1, time_limit_s=0.5)
+
+    async def run():
+        with pytest.raises(ScoringTimeout):
+            await pool.call(env, "python_loop")
+        return await pool.call(env, "answer", "in time")
+
+    assert asyncio.run(run()) == (1, "in time")
+
+
+def test_a_class_that_a_worker_cannot_import_runs_in_a_thread(envs, make_pool, tmp_path, monkeypatch, caplog):
+    (tmp_path / "gone_module.py").write_text(
+        "from plain_envs import TroubleEnv\nclass GoneEnv(TroubleEnv):\n    pass\n", encoding="ascii"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    env = importlib.import_module("gone_module").GoneEnv()
+    (tmp_path / "gone_module.py").unlink()
+    pool = make_pool(workers=1)
+    with caplog.at_level(logging.WARNING, logger=scoring.__name__):
+        assert asyncio.run(pool.call(env, "process_id")) == os.getpid()
+    assert "No module named 'gone_module'" in caplog.text
+
+
 def test_exceptions_in_a_thread_come_back_too(envs, make_pool):
     pool = make_pool(workers=1)
     env = envs.LambdaEnv()
@@ -435,12 +478,38 @@ def test_repeated_time_outs_leak_no_file_descriptors(envs, make_pool):
                 await pool.call(envs.TroubleEnv(), "python_loop")
 
     def open_files():
+        gc.collect()
         return len(os.listdir("/proc/self/fd"))
 
     asyncio.run(run(3))
     before = open_files()
     asyncio.run(run(10))
     assert open_files() <= before + 3
+
+
+def test_replaced_workers_leak_no_semaphores(envs, make_pool, recwarn):
+    pool = make_pool(workers=1, memory_limit_mb=128)
+
+    async def run():
+        for _ in range(8):
+            with pytest.raises(ScoringMemoryExceeded):
+                await pool.call(envs.TroubleEnv(), "allocate", 500)
+
+    def semaphores():
+        with open("/proc/self/maps", encoding="ascii") as maps:
+            return sum("/dev/shm/sem.mp-" in line for line in maps)
+
+    gc.collect()
+    before = semaphores()
+    gc.disable()
+    try:
+        asyncio.run(run())
+        assert semaphores() <= before + 2
+    finally:
+        gc.enable()
+    pool.close()
+    assert semaphores() == before
+    assert not [warning for warning in recwarn if "ResourceTracker" in str(warning.message)]
 
 
 def test_a_module_that_does_not_import_is_named(envs, make_pool):

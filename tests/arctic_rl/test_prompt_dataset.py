@@ -1,0 +1,155 @@
+import importlib
+import json
+import multiprocessing
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from integrations.arctic_rl import prompt_dataset
+from integrations.arctic_rl.errors import ConfigError
+from integrations.arctic_rl.prompt_dataset import (
+    IN_PROCESS_ROWS,
+    check_data_files,
+    count_rows,
+    filter_workers,
+    make_prompt_dataset,
+)
+
+ROOT = Path(prompt_dataset.__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def tokenizer(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parent / "importable"))
+    return importlib.import_module("word_tokenizer").WordTokenizer()
+
+
+def make_rows(count, seed):
+    draw = random.Random(seed)
+    return [
+        {
+            "prompt": [{"role": "user", "content": " ".join(["w"] * draw.randint(1, 30))}],
+            "env_class": draw.choice(["bird", "other"]),
+            "data_source": f"s{i}",
+            "reward_model": {"ground_truth": f"SELECT {i}"},
+        }
+        for i in range(count)
+    ]
+
+
+def write_parquet(path, rows):
+    import pyarrow
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    return str(path)
+
+
+def write_jsonl(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+def test_files_come_back_as_a_list(tmp_path):
+    first, second = tmp_path / "a.parquet", tmp_path / "b.jsonl"
+    first.write_bytes(b"x")
+    second.write_bytes(b"x")
+    assert check_data_files(str(first)) == [str(first)]
+    assert check_data_files([str(first), str(second)]) == [str(first), str(second)]
+    assert check_data_files(["openai/gsm8k:train"]) == ["openai/gsm8k:train"]
+
+
+def test_every_bad_file_is_named_with_its_setting(tmp_path):
+    good, empty, folder = tmp_path / "good.parquet", tmp_path / "empty.JSON", tmp_path / "folder.jsonl"
+    good.write_bytes(b"x")
+    empty.touch()
+    folder.mkdir()
+    with pytest.raises(ConfigError) as caught:
+        check_data_files([str(good), str(empty), str(folder), "nowhere/x.parquet"], setting="data.val_data")
+    text = str(caught.value)
+    assert text.startswith("data.val_data")
+    assert f"{empty}: empty" in text and f"{folder}: not a file" in text and "nowhere/x.parquet: no such file" in text
+    assert str(good) not in text
+
+
+def test_no_file_at_all_is_an_error():
+    with pytest.raises(ConfigError, match=r"data\.train_data=\[\]"):
+        check_data_files([])
+
+
+def test_a_missing_file_ends_before_anything_heavy():
+    code = (
+        "import sys\n"
+        "from integrations.arctic_rl.prompt_dataset import make_prompt_dataset\n"
+        "try:\n"
+        "    make_prompt_dataset(['missing.parquet'], None, max_prompt_length=8)\n"
+        "except ValueError as error:\n"
+        "    print(error)\n"
+        "print('LOADED', *sorted({m.split('.')[0] for m in sys.modules}))\n"
+    )
+    out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert "missing.parquet: no such file" in out
+    loaded = set(out.split("LOADED")[1].split())
+    assert not loaded & {"torch", "skyrl", "datasets", "transformers", "pyarrow", "pandas", "ray"}
+
+
+def test_rows_are_counted_without_loading(tmp_path):
+    files = [
+        write_parquet(tmp_path / "a.parquet", make_rows(7, 1)),
+        write_jsonl(tmp_path / "b.jsonl", make_rows(5, 2)),
+    ]
+    assert count_rows(files) == 12
+    assert count_rows([*files, "openai/gsm8k"]) is None
+    assert count_rows([str(tmp_path / "c.json")]) is None
+
+
+def test_a_file_that_is_no_parquet_is_named(tmp_path, tokenizer):
+    file = tmp_path / "a.parquet"
+    file.write_text("no parquet", encoding="ascii")
+    with pytest.raises(ConfigError, match=r"a\.parquet is not a parquet file"):
+        make_prompt_dataset(str(file), tokenizer, max_prompt_length=8)
+
+
+def test_workers_follow_the_row_count():
+    assert filter_workers(IN_PROCESS_ROWS - 1) == 0
+    assert filter_workers(None) == 0
+    assert 2 <= filter_workers(IN_PROCESS_ROWS) <= 8
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_rows_and_order_are_those_of_skyrl(tmp_path, tokenizer, seed):
+    from skyrl.train.dataset.dataset import PromptDataset
+
+    rows = make_rows(60, seed)
+    files = [write_parquet(tmp_path / "a.parquet", rows[:25]), write_jsonl(tmp_path / "b.jsonl", rows[25:])]
+    ours = make_prompt_dataset(files, tokenizer, max_prompt_length=15)
+
+    assert type(ours) is PromptDataset
+    assert tokenizer.process_ids == {os.getpid()}
+    kept = [row for row in rows if len(row["prompt"][0]["content"].split()) + 1 <= 15]
+    assert 0 < len(kept) < len(rows) and len(ours) == len(kept)
+    for i, row in enumerate(kept):
+        extra = {"data_source": row["data_source"], "reward_model": row["reward_model"]}
+        assert ours[i] == (row["prompt"], row["env_class"], extra, str(i))
+    assert multiprocessing.active_children() == []
+
+
+@pytest.mark.slow
+def test_the_result_equals_skyrls_with_processes(tmp_path, tokenizer):
+    import multiprocess
+    from skyrl.train.dataset.dataset import PromptDataset
+
+    file = write_parquet(tmp_path / "a.parquet", make_rows(40, 5))
+    before = multiprocess.get_start_method(allow_none=True)
+    try:
+        theirs = PromptDataset(file, tokenizer, max_prompt_length=15, num_workers=2)
+    finally:
+        multiprocess.set_start_method(before, force=True)
+    assert tokenizer.process_ids == set()
+    ours = make_prompt_dataset(file, tokenizer, max_prompt_length=15)
+    assert len(ours) == len(theirs) > 0
+    assert [ours[i] for i in range(len(ours))] == [theirs[i] for i in range(len(theirs))]
