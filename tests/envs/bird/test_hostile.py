@@ -48,7 +48,7 @@ def hostile(rng):
 
 def test_hostile_queries_change_nothing_and_hold_nothing_up(shop_db, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    config = BirdEnvConfig(timeout_s=0.1, max_compared_rows=20_000)
+    config = BirdEnvConfig(timeout_s=0.1, max_compared_rows=5000)
     healthy_config = BirdEnvConfig(timeout_s=30)
     before = hashlib.sha256(shop_db.read_bytes()).hexdigest()
     rng = random.Random(17)
@@ -61,8 +61,14 @@ def test_hostile_queries_change_nothing_and_hold_nothing_up(shop_db, tmp_path, m
         if i % 20 == 0:
             healthy = score_response(f"SELECT {i} FROM t", [f"SELECT {i}"], str(shop_db), healthy_config)
             assert healthy.reward == 1.0
-    assert outcomes == {Outcome.WRONG_RESULT, Outcome.SQL_ERROR, Outcome.FORBIDDEN, Outcome.TIMED_OUT, Outcome.NO_SQL,
-                        Outcome.TOO_LARGE}  # fmt: skip
+    assert outcomes >= {
+        Outcome.WRONG_RESULT,
+        Outcome.TOO_LARGE,
+        Outcome.SQL_ERROR,
+        Outcome.TIMED_OUT,
+        Outcome.FORBIDDEN,
+        Outcome.NO_SQL,
+    }
     assert hashlib.sha256(shop_db.read_bytes()).hexdigest() == before
     assert [entry.name for entry in shop_db.parent.iterdir()] == [shop_db.name]
     assert list(tmp_path.iterdir()) == []
