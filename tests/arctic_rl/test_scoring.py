@@ -484,8 +484,9 @@ def test_repeated_time_outs_leak_no_file_descriptors(envs, make_pool):
 
     asyncio.run(run(3))
     before = open_files()
-    asyncio.run(run(10))
-    assert open_files() <= before + 3
+    asyncio.run(run(15))
+    # A leak of one file a worker would leave 15; a worker just being replaced accounts for a few.
+    assert open_files() <= before + 10
 
 
 def test_replaced_workers_leak_no_semaphores(envs, make_pool, recwarn, monkeypatch):
