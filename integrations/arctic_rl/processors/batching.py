@@ -1,0 +1,253 @@
+"""A batch of rows, the masks and counts of it, and its micro-batches.
+
+B rows, S = P + R width, b rows of one micro-batch. Response tensors may come [B, R]; processors always see [b, S].
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.functional import pad
+
+from .model import PaddedRows
+from .packing import PackedRows, pack_rows, plan_micro_batches, row_lengths, rows_of_packed
+
+__all__ = ["MicroBatch", "RowBatch", "join_rows", "with_counts"]
+
+_KEPT_AS_GIVEN = ("prompts", "responses")
+_COUNTS = ("batch_num_tokens", "global_batch_size")
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Rows that go through the engine together; None instead of row numbers = a stand-in that carries no loss."""
+
+    rows: list[int] | None
+    """Row numbers in the batch, ascending."""
+    model_rows: PackedRows | PaddedRows
+    """What the model sees."""
+    batch: dict[str, Any]
+    """The rows' own entries and the shared ones; tensors [b, S] where they were [B, S] or [B, R]."""
+    meta: dict[str, Any]
+    """The same of ``meta``."""
+    num_tokens: float
+    """Sum of the effective mask."""
+
+
+class RowBatch:
+    """A checked batch: contiguous rows, tensors of one row count, and one effective loss mask."""
+
+    def __init__(self, batch: Mapping[str, Any], meta: Mapping[str, Any], *, pack: bool):
+        """Read a batch of the wire format.
+
+        Args:
+            batch: ``input_ids`` and ``attention_mask`` [B, S], and anything else; or, already packed, ``input_ids``
+                [1, T] with ``cu_seqlens`` here or in ``meta`` and token tensors [1, T].
+            meta: tensors of B rows are split with them, everything else is shared.
+            pack: lay rows end to end, by token budget; else one micro-batch as it is.
+
+        Raises:
+            ValueError: a tensor is missing, or contradicts the others.
+        """
+        self._batch = {name: _as_tensor(value) for name, value in batch.items()}
+        self._meta = {name: _as_tensor(value) for name, value in meta.items()}
+        if self._batch.get("input_ids") is None:
+            raise ValueError("the batch has no 'input_ids'")
+        borders = self._batch.pop("cu_seqlens", None)
+        borders = self._meta.pop("cu_seqlens", None) if borders is None else borders
+        self.packed_input = None if borders is None else rows_of_packed(self._batch["input_ids"], borders)
+        if self.packed_input is not None:
+            self._take_packed(self.packed_input)
+        if self._batch.get("attention_mask") is None:
+            raise ValueError("the batch has no 'attention_mask'; rows cannot be told from padding without it")
+        self._pack = pack or self.packed_input is not None
+
+        ids = self._batch["input_ids"]
+        mask = self._batch["attention_mask"]
+        if ids.ndim != 2 or mask.shape != ids.shape:
+            raise ValueError(f"input_ids {list(ids.shape)} and attention_mask {list(mask.shape)} must both be [B, S]")
+        self.num_rows, self.width = ids.shape
+        self.lengths = row_lengths(mask)
+        prompts = self._batch.get("prompts")
+        if prompts is not None and (
+            prompts.ndim != 2 or len(prompts) != self.num_rows or prompts.shape[1] > self.width
+        ):
+            raise ValueError(
+                f"prompts {list(prompts.shape)} must be [B, P] with P <= S of {[self.num_rows, self.width]}"
+            )
+        self.response_len = self.width if prompts is None else self.width - prompts.shape[1]
+        self._check_position_ids()
+        self.loss_mask = self._effective_mask()
+
+    def token_counts(self) -> tuple[float, int]:
+        """(sum of the effective mask, rows with a token of it); without masks every token with a log-prob counts."""
+        if self.loss_mask is None:
+            return float((self.lengths - 1).clamp(min=0).sum()), int((self.lengths > 1).sum())
+        return float(self.loss_mask.double().sum()), int((self.loss_mask != 0).any(dim=1).sum())
+
+    def plan(self, max_tokens: int) -> list[list[int]]:
+        """Row numbers of every micro-batch."""
+        if not self.num_rows:
+            return []
+        if self.packed_input is not None or not self._pack:
+            return [list(range(self.num_rows))]
+        return plan_micro_batches(self.lengths.cpu(), max_tokens)
+
+    def micro_batch(self, rows: list[int], meta: Mapping[str, Any], device: Any) -> MicroBatch:
+        """The given rows on ``device``; ``meta`` is added to the batch's own."""
+        index = torch.tensor(rows)
+        batch = {name: self._of_rows(name, value, index, device) for name, value in self._batch.items()}
+        own_meta = {name: self._of_rows(name, value, index, device) for name, value in self._meta.items()} | meta
+        num_tokens = float((self.lengths[index] - 1).clamp(min=0).sum())
+        if self.loss_mask is not None:
+            num_tokens = float(self.loss_mask[index].double().sum())
+            batch["loss_mask"] = self._of_rows("loss_mask", self.loss_mask, index, device)
+        ids, mask = batch["input_ids"], batch["attention_mask"]
+        if self.packed_input is not None:
+            model_rows = rows_of_packed(
+                self.packed_input.input_ids.to(device), self.packed_input.cu_seqlens.to(device)
+            )
+        elif self._pack:
+            model_rows = pack_rows(ids, mask)
+        else:
+            model_rows = PaddedRows(ids, mask, _positions(mask))
+        return MicroBatch(rows, model_rows, batch, own_meta, num_tokens)
+
+    def stand_in(self, device: Any) -> MicroBatch:
+        """A micro-batch that keeps a rank's collective calls in step and carries no loss."""
+        return MicroBatch(None, _stand_in(device, self._pack), {}, {}, 0.0)
+
+    def to_input_layout(self, values: torch.Tensor) -> torch.Tensor:
+        """Rows [B, S, ...] as the caller gave them: [1, T, ...] if the input was packed."""
+        packed = self.packed_input
+        if packed is None or values.ndim < 2 or values.shape[:2] != packed.shape:
+            return values
+        return packed.pack(values)[None]
+
+    def _of_rows(self, name: str, value: Any, index: torch.Tensor, device: Any) -> Any:
+        """The entry's part that belongs to some rows; response tensors become as wide as the rows."""
+        if isinstance(value, torch.Tensor) and value.ndim and len(value) == self.num_rows:
+            part = value.index_select(0, index.to(value.device)).to(device)
+            if part.ndim > 1 and part.shape[1] == self.response_len < self.width and name not in _KEPT_AS_GIVEN:
+                trailing = (0, 0) * (part.ndim - 2)
+                part = pad(part, (*trailing, self.width - self.response_len, 0))
+            return part
+        if isinstance(value, list | tuple) and len(value) == self.num_rows and name in self._batch:
+            return [value[row] for row in index.tolist()]
+        return value.to(device) if isinstance(value, torch.Tensor) else value
+
+    def _take_packed(self, packed: PackedRows) -> None:
+        """Turn token tensors of a packed batch into rows."""
+        num_tokens = packed.input_ids.shape[1]
+
+        def to_rows(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return value
+            if value.ndim >= 2 and value.shape[:2] == (1, num_tokens):
+                return packed.unpack(value[0])
+            return packed.unpack(value) if value.ndim == 1 and len(value) == num_tokens else value
+
+        self._batch = {name: to_rows(value) for name, value in self._batch.items()}
+        self._batch["attention_mask"] = packed.unpack(torch.ones_like(packed.input_ids[0]))
+        self._meta = {name: to_rows(value) for name, value in self._meta.items()}
+
+    def _check_position_ids(self) -> None:
+        given = self._batch.get("position_ids")
+        if given is None:
+            return
+        mask = self._batch["attention_mask"].bool()
+        if given.shape != mask.shape or ((given != _positions(mask)) & mask).any():
+            raise ValueError(
+                "position_ids must count every row's tokens from 0 ([B, S], cumulative sum of attention_mask minus "
+                "one); leave them out to have them made"
+            )
+
+    def _effective_mask(self) -> torch.Tensor | None:
+        """[B, S] float32: loss_mask if given, else response_mask."""
+        name = next((name for name in ("loss_mask", "response_mask") if self._batch.get(name) is not None), None)
+        if name is None:
+            return None
+        mask = self._batch[name]
+        if mask.ndim != 2 or len(mask) != self.num_rows or mask.shape[1] not in (self.width, self.response_len):
+            raise ValueError(
+                f"{name} {list(mask.shape)} must be [B, S] = {[self.num_rows, self.width]} or [B, R] = "
+                f"{[self.num_rows, self.response_len]}"
+            )
+        mask = pad(mask.float(), (self.width - mask.shape[1], 0))
+        outside = ((mask != 0) & ~self._batch["attention_mask"].bool()).any(dim=1)
+        if outside.any():
+            raise ValueError(f"{name} is set outside attention_mask in row {int(outside.int().argmax())}")
+        return mask
+
+
+def with_counts(rows: RowBatch, meta: Mapping[str, Any], everywhere: Sequence[tuple[float, int]]) -> dict[str, Any]:
+    """The denominators of the mini-batch over all ranks: given all together, or counted here.
+
+    Args:
+        everywhere: :meth:`RowBatch.token_counts` of every rank.
+
+    Returns:
+        ``batch_num_tokens``, ``global_batch_size``, ``dp_size`` and ``response_len``; a count is missing where it was
+        not given and ``dp_size`` says that there are ranks which take no part in this call.
+
+    Raises:
+        ValueError: counts came without ``dp_size`` or the reverse, or contradict the ranks there are.
+    """
+    given = {name: meta[name] for name in (*_COUNTS, "dp_size") if meta.get(name) is not None}
+    counts = [name for name in _COUNTS if name in given]
+    if bool(counts) != ("dp_size" in given):
+        raise ValueError(
+            f"meta has {', '.join(given)} without {'dp_size' if counts else 'a count of the mini-batch'}; give "
+            "batch_num_tokens and global_batch_size of the whole mini-batch over all ranks together with dp_size, or "
+            "none of them to have them counted"
+        )
+    for name, value in given.items():
+        least = 1 if name == "dp_size" else 0
+        if isinstance(value, bool) or not isinstance(value, int | float) or value < least:
+            raise ValueError(f"meta[{name!r}]={value!r} must be a number of at least {least}")
+    ranks = len(everywhere)
+    if ranks > 1 and given.get("dp_size", ranks) != ranks:
+        raise ValueError(f"meta['dp_size']={given['dp_size']} but {ranks} ranks take part in this call")
+    counted = {
+        "batch_num_tokens": sum(tokens for tokens, _ in everywhere),
+        "global_batch_size": sum(count for _, count in everywhere),
+        "dp_size": ranks,
+    }
+    if given and given["dp_size"] != ranks:
+        counted = {}
+    return counted | given | {"response_len": rows.response_len}
+
+
+def _stand_in(device: Any, pack: bool) -> PackedRows | PaddedRows:
+    ids = torch.zeros(1, 2, dtype=torch.int64, device=device)
+    ones = torch.ones_like(ids)
+    return pack_rows(ids, ones) if pack else PaddedRows(ids, ones, _positions(ones))
+
+
+def _positions(mask: torch.Tensor) -> torch.Tensor:
+    return (mask.long().cumsum(dim=1) - 1).clamp(min=0)
+
+
+def _as_tensor(value: Any) -> Any:
+    if isinstance(value, np.ndarray) and value.dtype != object:
+        return torch.as_tensor(value)
+    return value
+
+
+def join_rows(pieces: Sequence[tuple[list[int], Any]], num_rows: int) -> Any:
+    """Micro-batches' entries in the batch's row order; tensors stay tensors, lists stay lists."""
+    order = [row for rows, _ in pieces for row in rows]
+    values = [value for _, value in pieces]
+    if isinstance(values[0], torch.Tensor):
+        joined = torch.cat(values)
+        if order == list(range(num_rows)):
+            return joined
+        result = joined.new_zeros((num_rows, *joined.shape[1:]))
+        return result.index_copy_(0, torch.tensor(order, device=joined.device), joined)
+    result = [None] * num_rows
+    for rows, part in pieces:
+        for row, value in zip(rows, part, strict=True):
+            result[row] = value
+    return result
