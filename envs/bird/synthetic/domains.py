@@ -105,7 +105,9 @@ TRAIN_DOMAINS = (
     Domain(
         "bookshop",
         (
-            _table("author", 40, _label("name", PEOPLE), _category("country", COUNTRIES), _integer("age", 25, 90, 5, 0.1)),
+            _table(
+                "author", 40, _label("name", PEOPLE), _category("country", COUNTRIES), _integer("age", 25, 90, 5, 0.1)
+            ),
             _table(
                 "book",
                 120,
@@ -121,7 +123,13 @@ TRAIN_DOMAINS = (
     Domain(
         "airline",
         (
-            _table("airport", 40, _label("name", PLACES), _category("city", CITIES), _integer("elevation", 0, 2000, 100, 0.1)),
+            _table(
+                "airport",
+                40,
+                _label("name", PLACES),
+                _category("city", CITIES),
+                _integer("elevation", 0, 2000, 100, 0.1),
+            ),
             _table(
                 "flight",
                 120,
@@ -156,6 +164,7 @@ TRAIN_DOMAINS = (
                 _label("name", PEOPLE),
                 _category("city", CITIES, 0.1),
                 _date("born", 1940, 2010),
+                _integer("weight", 40, 120, 5, 0.1),
             ),
             _table(
                 "visit",
@@ -170,7 +179,9 @@ TRAIN_DOMAINS = (
     Domain(
         "football",
         (
-            _table("team", 30, _label("name", PLACES), _category("city", CITIES), _integer("founded", 1880, 2000, 10, 0.1)),
+            _table(
+                "team", 30, _label("name", PLACES), _category("city", CITIES), _integer("founded", 1880, 2000, 10, 0.1)
+            ),
             _table(
                 "player",
                 150,
@@ -180,7 +191,14 @@ TRAIN_DOMAINS = (
                 _integer("height", 160, 205, 5, 0.1),
                 _date("born", 1985, 2005),
             ),
-            _table("match", 220, _to("team"), _integer("goals", 0, 9, 1), _integer("crowd", 500, 9000, 500), plural="matches"),
+            _table(
+                "match",
+                220,
+                _to("team"),
+                _integer("goals", 0, 9, 1),
+                _integer("crowd", 500, 9000, 500),
+                plural="matches",
+            ),
         ),
     ),
     Domain(
@@ -202,13 +220,17 @@ TRAIN_DOMAINS = (
                 _integer("credits", 2, 20, 2),
                 _integer("seats", 10, 200, 10, 0.1),
             ),
-            _table("exam", 240, _to("course"), _category("room", ("A1", "B2", "C3", "D'4")), _real("grade", 10, 100, 5)),
+            _table(
+                "exam", 240, _to("course"), _category("room", ("A1", "B2", "C3", "D'4")), _real("grade", 10, 100, 5)
+            ),
         ),
     ),
     Domain(
         "restaurant",
         (
-            _table("kitchen", 40, _label("name", PLACES), _category("city", CITIES), _integer("tables", 4, 60, 5, 0.1)),
+            _table(
+                "kitchen", 40, _label("name", PLACES), _category("city", CITIES), _integer("tables", 4, 60, 5, 0.1)
+            ),
             _table(
                 "dish",
                 120,
@@ -225,7 +247,9 @@ TRAIN_DOMAINS = (
     Domain(
         "museum",
         (
-            _table("artist", 40, _label("name", PEOPLE), _category("country", COUNTRIES), _date("born", 1800, 1980, 0.1)),
+            _table(
+                "artist", 40, _label("name", PEOPLE), _category("country", COUNTRIES), _date("born", 1800, 1980, 0.1)
+            ),
             _table(
                 "painting",
                 150,
@@ -241,7 +265,14 @@ TRAIN_DOMAINS = (
     Domain(
         "bank",
         (
-            _table("branch", 30, _label("name", PLACES), _category("city", CITIES), _date("opened", 1950, 2015), plural="branches"),
+            _table(
+                "branch",
+                30,
+                _label("name", PLACES),
+                _category("city", CITIES),
+                _date("opened", 1950, 2015),
+                plural="branches",
+            ),
             _table(
                 "client",
                 120,
@@ -266,7 +297,13 @@ HELD_OUT_DOMAINS = (
     Domain(
         "cinema",
         (
-            _table("director", 40, _label("name", PEOPLE), _category("country", COUNTRIES), _integer("awards", 0, 20, 2, 0.1)),
+            _table(
+                "director",
+                40,
+                _label("name", PEOPLE),
+                _category("country", COUNTRIES),
+                _integer("awards", 0, 20, 2, 0.1),
+            ),
             _table(
                 "film",
                 120,
@@ -282,7 +319,13 @@ HELD_OUT_DOMAINS = (
     Domain(
         "winery",
         (
-            _table("vineyard", 40, _label("name", PLACES), _category("country", COUNTRIES), _integer("hectares", 2, 90, 5, 0.1)),
+            _table(
+                "vineyard",
+                40,
+                _label("name", PLACES),
+                _category("country", COUNTRIES),
+                _integer("hectares", 2, 90, 5, 0.1),
+            ),
             _table(
                 "wine",
                 120,

@@ -1,0 +1,1 @@
+"""BIRD-shaped data made from a seed: databases, questions, demonstrations."""
