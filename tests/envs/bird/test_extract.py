@@ -45,6 +45,7 @@ EXTRACTIONS = {
     "cut off by the end": ("```sql\nSELECT 1", "SELECT 1"),
     "closed before cut off": ("```sql\nSELECT 1\n```\n```sql\nSELECT 2", "SELECT 1"),
     "missing closing fence": ("```sql\nSELECT 1\n```sql\nSELECT 2\n```", "SELECT 2"),
+    "prose behind a closing fence": ("```sql\nSELECT 1\n``` sql, like\n```\nthis\n```", "SELECT 1"),
     "sql before generic": ("```sql\nSELECT 1\n```\n```\nSELECT 2\n```", "SELECT 1"),
     "generic": ("```\nSELECT 2\n```", "SELECT 2"),
     "generic on one line": ("```SELECT 2```", "SELECT 2"),

@@ -108,7 +108,7 @@ def test_alternative_answers_replace_the_ground_truth(shop_db):
      ("SELECT zeroblob(200000000)", "out_of_memory"), ("SELECT a.id FROM t a, t b", "too_large")],
 )  # fmt: skip
 def test_a_failing_gold_is_no_verdict_on_any_response(shop_db, executed, gold, gold_outcome):
-    config = BirdEnvConfig(timeout_s=0.5, max_compared_rows=50_000)
+    config = BirdEnvConfig(timeout_s=0.5, max_compared_rows=1000)
     for response in [formatted(gold)] * 6 + [formatted("SELECT 1"), "no idea"]:
         score = score_response(response, [gold], str(shop_db), config)
         assert (score.outcome, score.gold_outcome) == (Outcome.GOLD_FAILED, gold_outcome)
@@ -136,6 +136,16 @@ def test_a_failing_scorer_is_no_verdict(tmp_path):
     assert "not a database" in score.error
     gone = score_sql("SELECT 1", ["SELECT 1"], str(tmp_path / "gone.sqlite"), CONFIG)
     assert gone.outcome is Outcome.SCORER_FAILED and "gone.sqlite" in gone.error
+
+
+def test_a_file_that_sqlite_cannot_open_is_the_scorers_failure(tmp_path, shop_db):
+    """SQLite takes paths of at most 512 bytes."""
+    folder = tmp_path.joinpath(*["x" * 200] * 3)
+    folder.mkdir(parents=True)
+    path = folder / "d.sqlite"
+    path.write_bytes(shop_db.read_bytes())
+    score = score_sql("SELECT 1", ["SELECT 1"], str(path), CONFIG)
+    assert score.outcome is Outcome.SCORER_FAILED and "unable to open" in score.error
 
 
 def test_an_empty_gold_is_marked_and_earns_as_set(shop_db):
