@@ -12,10 +12,16 @@ def with_mixin(mixin: type, base: type) -> type:
 
 
 def apply_mixin[T](mixin: type, instance: T) -> T:
-    """Turn ``instance`` into one of ``with_mixin(mixin, type(instance))`` in place; no ``__init__`` runs.
+    """An object of ``with_mixin(mixin, type(instance))`` that shares ``instance``'s attributes; no ``__init__`` runs.
+
+    Both objects have one ``__dict__``, so that whoever kept the first one sees every later change.
 
     Raises:
-        TypeError: when the class of the object cannot be changed (it has ``__slots__`` or is not a Python class).
+        TypeError: when the object's state is not all in its ``__dict__``.
     """
-    instance.__class__ = with_mixin(mixin, type(instance))
-    return instance
+    slotted = [base.__name__ for base in type(instance).__mro__ if vars(base).get("__slots__")]
+    if slotted or not hasattr(instance, "__dict__"):
+        raise TypeError(f"{type(instance).__name__} keeps state outside its __dict__ (__slots__ of {slotted})")
+    composed = object.__new__(with_mixin(mixin, type(instance)))
+    composed.__dict__ = instance.__dict__
+    return composed

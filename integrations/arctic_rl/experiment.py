@@ -44,7 +44,7 @@ class ArcticExpMixin:
         Raises:
             ValueError: when the dataset is smaller than one batch.
         """
-        dataset = self._prompt_dataset(self.cfg.data.train_data)
+        dataset = self._prompt_dataset("train_data")
         if len(dataset) < self.cfg.trainer.train_batch_size:
             raise ValueError(
                 f"data.train_data holds {len(dataset)} prompts of at most "
@@ -56,11 +56,16 @@ class ArcticExpMixin:
     def get_eval_dataset(self) -> Any:
         """SkyRL's dataset without its eight processes; None when evaluation is off."""
         if self.cfg.trainer.eval_interval > 0 and self.cfg.data.val_data:
-            return self._prompt_dataset(self.cfg.data.val_data)
+            return self._prompt_dataset("val_data")
         return None
 
-    def _prompt_dataset(self, files: list[str]) -> Any:
-        return make_prompt_dataset(files, self.tokenizer, self.cfg.trainer.max_prompt_length)
+    def _prompt_dataset(self, name: str) -> Any:
+        return make_prompt_dataset(
+            vars(self.cfg.data)[name],
+            tokenizer=self.tokenizer,
+            max_prompt_length=self.cfg.trainer.max_prompt_length,
+            setting=f"data.{name}",
+        )
 
     def get_inference_client(self) -> Any:
         """The backend's engines behind SkyRL's interface, in place of its HTTP servers."""
@@ -74,7 +79,7 @@ class ArcticExpMixin:
         """The experiment's own generator, with environment calls sent to the scoring pool."""
         generator = super().get_generator(cfg, tokenizer, inference_engine_client)
         arctic = cfg.trainer.arctic_rl
-        apply_mixin(ArcticGeneratorMixin, generator)
+        generator = apply_mixin(ArcticGeneratorMixin, generator)
         generator.attach_scoring(
             ScoringConfig(
                 workers=arctic.scoring_workers or min(os.cpu_count() or 1, 8),

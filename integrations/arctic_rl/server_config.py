@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from .errors import UnsupportedError
-from .server.sampling_worker import SamplingSpec
+from .server.sampling_spec import SamplingSpec
 from .server.specs import OptimizerSpec, ServerConfig, TrainingSpec
 
 _DTYPES = {"float32": "float32", "fp32": "float32", "bfloat16": "bfloat16", "bf16": "bfloat16", "float16": "float16"}

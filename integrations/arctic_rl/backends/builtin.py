@@ -172,8 +172,7 @@ class BuiltinBackend(RemoteBackend):
             spec = dataclasses.replace(self._config.sampling, log_file=self._log_file(name))
             return ray.remote(SamplingWorker).options(**options, max_concurrency=10_000).remote(spec)
         spec = self._config.policy if worker.job == "policy" else self._config.reference
-        options["concurrency_groups"] = {"watch": 1}
-        actor = ray.remote(TrainingWorker).options(**options)
+        actor = ray.remote(concurrency_groups={"watch": 1}, **options)(TrainingWorker)
         return actor.remote(spec, worker.rank, world_size, self._log_file(name))
 
     async def _setup_training(self, job: str, num_training_steps: int) -> None:
