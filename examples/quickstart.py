@@ -20,7 +20,7 @@ if __package__ in (None, ""):
 from examples.report import summarize, table
 
 VALIDATION = "validation"
-HELD_OUT = "validation_heldout_db"
+NEW_DATABASES = "validation_new_databases"
 
 SETTINGS = {
     "environment.env_class": "bird",
@@ -82,7 +82,7 @@ def recipe(data: Path, model: Path, run_dir: Path, seed: int) -> list[str]:
     settings = {
         **SETTINGS,
         "data.train_data": f"['{data}/train.parquet']",
-        "data.val_data": f"['{data}/{VALIDATION}.parquet','{data}/{HELD_OUT}.parquet']",
+        "data.val_data": f"['{data}/{VALIDATION}.parquet','{data}/{NEW_DATABASES}.parquet']",
         "trainer.policy.model.path": str(model),
         "trainer.seed": str(seed),
         "generator.sampling_params.additional_kwargs.seed": str(seed),
@@ -118,7 +118,7 @@ def main(argv: list[str] | None = None) -> None:
     data, model = make_inputs(arguments.cache_dir.resolve(), arguments.seed)
     run_dir = arguments.run_dir.resolve()
     train([*recipe(data, model, run_dir, arguments.seed), *arguments.overrides], run_dir)
-    summary = summarize(run_dir, data_sources=[VALIDATION, HELD_OUT], seconds_total=time.time() - start)
+    summary = summarize(run_dir, split=VALIDATION, seconds_total=time.time() - start)
     path = run_dir / "summary.json"
     path.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     print(f"\n{table(summary)}\n\n{path}", flush=True)

@@ -22,23 +22,29 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
 
 
-def execution_accuracy(export_dir: Path, step: int, data_source: str) -> float:
-    """Share of evaluation responses with score 1.0, from the rows that SkyRL dumped after ``step``.
+def execution_accuracy(export_dir: Path, step: int) -> dict[str, float]:
+    """Share of evaluation responses with score 1.0 after ``step`` by split, from the rows that SkyRL dumped.
 
     Raises:
         FileNotFoundError: when that evaluation was not dumped.
     """
-    rows = read_json_lines(export_dir / "dumped_evals" / f"global_step_{step}_evals" / f"{data_source}.jsonl")
-    scores = [sum(row["score"]) if isinstance(row["score"], list) else row["score"] for row in rows]
-    return sum(score >= 1.0 for score in scores) / len(scores)
+    folder = export_dir / "dumped_evals" / f"global_step_{step}_evals"
+    files = [file for file in sorted(folder.glob("*.jsonl")) if file.name != "aggregated_results.jsonl"]
+    if not files:
+        raise FileNotFoundError(f"there is no evaluation of step {step} in {folder}")
+    scores: dict[str, list[float]] = {}
+    for row in (row for file in files for row in read_json_lines(file)):
+        score = sum(row["score"]) if isinstance(row["score"], list) else row["score"]
+        scores.setdefault(row["env_extras"]["extra_info"]["split"], []).append(score)
+    return {split: sum(score >= 1.0 for score in values) / len(values) for split, values in scores.items()}
 
 
-def summarize(run_dir: Path, *, data_sources: list[str], seconds_total: float) -> dict[str, Any]:
+def summarize(run_dir: Path, *, split: str, seconds_total: float) -> dict[str, Any]:
     """Collect a run's figures.
 
     Args:
         run_dir: folder with ``logs/metrics.jsonl``, ``exports/`` and ``checkpoints/``.
-        data_sources: evaluation sets; the first one gives ``eval_before`` and ``eval_after``.
+        split: the evaluation split of ``eval_before`` and ``eval_after``.
         seconds_total: wall time of the whole run.
 
     Returns:
@@ -46,15 +52,14 @@ def summarize(run_dir: Path, *, data_sources: list[str], seconds_total: float) -
     """
     log = [line for line in read_json_lines(run_dir / "logs" / "metrics.jsonl") if REWARD in line]
     steps = int(log[-1]["trainer/global_step"])
-    exports = run_dir / "exports"
-    before = {name: execution_accuracy(exports, 0, name) for name in data_sources}
-    after = {name: execution_accuracy(exports, steps, name) for name in data_sources}
-    plot = draw_rewards(log, before[data_sources[0]], after[data_sources[0]], run_dir / "reward_curve.png")
+    before = execution_accuracy(run_dir / "exports", 0)
+    after = execution_accuracy(run_dir / "exports", steps)
+    plot = draw_rewards(log, before[split], after[split], run_dir / "reward_curve.png")
     return {
         "steps": steps,
-        "eval_before": before[data_sources[0]],
-        "eval_after": after[data_sources[0]],
-        "eval": {name: {"before": before[name], "after": after[name]} for name in data_sources},
+        "eval_before": before[split],
+        "eval_after": after[split],
+        "eval": {name: {"before": before[name], "after": after[name]} for name in before},
         "reward_first": log[0][REWARD],
         "reward_last": log[-1][REWARD],
         "seconds_per_phase": {name: round(sum(line[key] for line in log), 2) for name, key in PHASES.items()},

@@ -19,8 +19,8 @@ METRICS_NAME = "metrics.jsonl"
 class ArcticTrainerMixin:
     """Put before the class of the trainer that an experiment built, ``RayPPOTrainer`` or a recipe's own.
 
-    Only ``build_models`` is replaced; the loop, advantages, mini-batches, the bookkeeping of checkpoints and logging
-    stay the trainer's own. ``attach_backend`` is called before ``build_models``.
+    Two methods are replaced, ``build_models`` and ``_cleanup_old_checkpoints``; the loop, advantages, mini-batches,
+    the bookkeeping of checkpoints and logging stay the trainer's own. ``attach_backend`` comes before ``build_models``.
     """
 
     def attach_backend(self, backend: RemoteBackend, loop: LoopThread) -> None:
@@ -49,6 +49,14 @@ class ArcticTrainerMixin:
         self.policy_model = self.dispatch
         self.ref_model = self.dispatch if uses_reference else None
         logger.info("the Arctic RL backend's workers are up")
+
+    def _cleanup_old_checkpoints(self) -> None:
+        """Remove old checkpoints where ``max_ckpts_to_keep`` asks for it.
+
+        SkyRL's own starts a task on each node that imports the whole stack, also when every checkpoint is kept.
+        """
+        if self.cfg.trainer.max_ckpts_to_keep >= 0:
+            super()._cleanup_old_checkpoints()
 
 
 class MetricsFile(TrainingCallback):
