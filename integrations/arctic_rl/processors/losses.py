@@ -3,6 +3,7 @@
 All of them are sums over this micro-batch's tokens over denominators of the whole mini-batch (see ``aggregation``).
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from typing import Any
@@ -197,6 +198,8 @@ def _check_type(name: str, value: Any, annotation: Any, default: Any) -> None:
         raise UnsupportedError(f"{name}=None: give a value{'' if default is MISSING else f', such as {default!r}'}")
     wanted = str(annotation)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if is_number and not math.isfinite(value):
+        raise UnsupportedError(f"{name}={value!r} must be finite")
     right = isinstance(value, bool) if "bool" in wanted else is_number if "float" in wanted else isinstance(value, str)
     if not right:
         raise UnsupportedError(f"{name}={value!r} must be of type {getattr(annotation, '__name__', annotation)}")

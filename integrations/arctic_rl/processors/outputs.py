@@ -25,7 +25,7 @@ class LogitsSettings:
     memory = chunks of logits from hidden states, forward and backward; None = memory where the model has a linear LM
     head, else compute."""
     logits_optimization_peak_mem_size_in_gib: float | None = None
-    """GiB that the chunks' float32 temporaries may take; None = 1 on GPUs, 1/16 on CPUs, where small chunks are
+    """GiB that the chunks' float32 temporaries may take; None = 1 on GPUs, 1/32 on CPUs, where small chunks are
     faster."""
     logits_compute_in_fp32: bool = True
     """Softmax in float32 whatever the model's dtype; False = in the logits' dtype (bf16 is off by up to 0.1 nat)."""
@@ -62,7 +62,7 @@ class LogitsSettings:
         """The budget on a device type, in GiB."""
         if self.logits_optimization_peak_mem_size_in_gib is not None:
             return self.logits_optimization_peak_mem_size_in_gib
-        return 1 / 16 if device_type == "cpu" else 1.0
+        return 1 / 32 if device_type == "cpu" else 1.0
 
 
 class ModelOutputs(Mapping[str, Any]):
