@@ -1,6 +1,7 @@
 """The made-up domains: tables, columns and the values they are filled from.
 
-A :class:`Domain` is one database. Ten are defined: eight in :data:`TRAIN_DOMAINS`, two in :data:`HELD_OUT_DOMAINS`.
+A :class:`Domain` is one database. Ten are defined: eight in :data:`TRAIN_DOMAINS`, two in :data:`HELD_OUT_DOMAINS`,
+whose tables combine words of the training domains in ways that no training domain does.
 A column's name, read with spaces for underscores, is also how questions speak of it.
 """
 
@@ -62,8 +63,8 @@ def _table(singular: str, rows: int, *columns: Column, plural: str | None = None
     return Table(plural or f"{singular}s", singular, rows, (Column(f"{singular}_id", "id"), *columns))
 
 
-def _to(singular: str, null_share: float = 0.0) -> Column:
-    return Column(f"{singular}_id", "reference", target=f"{singular}s", null_share=null_share)
+def _to(singular: str, null_share: float = 0.0, *, plural: str | None = None) -> Column:
+    return Column(f"{singular}_id", "reference", target=plural or f"{singular}s", null_share=null_share)
 
 
 def _label(name: str, words: tuple[tuple[str, ...], tuple[str, ...]]) -> Column:
@@ -276,7 +277,7 @@ TRAIN_DOMAINS = (
             _table(
                 "client",
                 120,
-                Column("branch_id", "reference", target="branches", null_share=0.1),
+                _to("branch", 0.1, plural="branches"),
                 _label("name", PEOPLE),
                 _category("country", COUNTRIES, 0.1),
                 _integer("income", 1000, 9000, 500, 0.1),
@@ -295,47 +296,48 @@ TRAIN_DOMAINS = (
 
 HELD_OUT_DOMAINS = (
     Domain(
-        "cinema",
+        "library",
         (
             _table(
-                "director",
+                "author",
                 40,
                 _label("name", PEOPLE),
-                _category("country", COUNTRIES),
-                _integer("awards", 0, 20, 2, 0.1),
+                _category("city", CITIES),
+                _integer("salary", 3000, 12000, 500, 0.1),
             ),
             _table(
-                "film",
+                "book",
                 120,
-                _to("director"),
+                _to("author", 0.1),
                 _label("title", WORKS),
-                _category("genre", ("animé", "Crime", "Director's cut", "Western"), 0.1),
-                _integer("minutes", 60, 240, 10),
-                _date("released", 1990, 2022, 0.1),
+                _category("style", ("abstract", "baroque", "naïve", "realist"), 0.1),
+                _integer("height", 20, 300, 20),
+                _date("written", 1990, 2022, 0.1),
             ),
-            _table("show", 240, _to("film"), _category("city", CITIES), _real("takings", 100, 9000, 500)),
+            _table("loan", 240, _to("book"), _category("room", ("A1", "B2", "C3", "D'4")), _real("cost", 20, 600, 50)),
         ),
     ),
     Domain(
-        "winery",
+        "stadium",
         (
             _table(
-                "vineyard",
+                "team",
                 40,
                 _label("name", PLACES),
                 _category("country", COUNTRIES),
-                _integer("hectares", 2, 90, 5, 0.1),
+                _integer("income", 1000, 9000, 500),
             ),
             _table(
-                "wine",
-                120,
-                _to("vineyard"),
+                "match",
+                150,
+                _to("team"),
                 _label("title", WORKS),
-                _category("colour", ("red", "rosé", "white"), 0.1),
-                _real("price", 5, 120, 5),
-                _date("bottled", 2000, 2022),
+                _category("level", ("advanced", "beginner", "maître"), 0.1),
+                _integer("score", 1, 20, 1, 0.1),
+                _date("sold_on", 2000, 2022),
+                plural="matches",
             ),
-            _table("tasting", 240, _to("wine"), _label("judge", PEOPLE), _integer("points", 50, 100, 5, 0.1)),
+            _table("ticket", 240, _to("match", plural="matches"), _label("name", PEOPLE), _real("price", 5, 60, 5)),
         ),
     ),
 )
