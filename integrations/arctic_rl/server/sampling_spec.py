@@ -56,6 +56,9 @@ class SamplingSpec:
     """Further arguments of vLLM's engine by name; they win over the fields above."""
     log_file: str | None = None
     """File that gets the stdout and stderr of the engine's processes; None = those of the parent."""
+    scratch_directory: str | None = None
+    """Existing folder (a short path) for the sockets and files that the engine's processes leave behind; None = a
+    temporary one, which ``shutdown`` removes but a killed worker does not."""
     threads: int = 1
     """Compute threads of the engine on CPUs."""
     enable_sleep_mode: bool = False
@@ -92,6 +95,8 @@ def engine_environment(spec: SamplingSpec) -> dict[str, str | None]:
     variables: dict[str, str | None] = {"VLLM_NO_USAGE_STATS": "1"}
     if os.path.isdir(spec.model_path):
         variables["HF_HUB_OFFLINE"] = "1"
+    if spec.scratch_directory is not None:
+        variables |= {"VLLM_RPC_BASE_PATH": spec.scratch_directory, "TMPDIR": spec.scratch_directory}
     if spec.device == "cpu":
         variables |= {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

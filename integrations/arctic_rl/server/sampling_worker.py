@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
+import shutil
 import socket
+import tempfile
 from collections.abc import AsyncIterator, Awaitable, Mapping
 from contextlib import asynccontextmanager
+from multiprocessing import resource_tracker
 from typing import Any
 
 from ..errors import ArcticError, UnsupportedError, WorkerDiedError
@@ -37,6 +40,7 @@ class SamplingWorker:
         self._engine: Any = None
         self._engine_process_ids: list[int] = []
         self._end_token_ids: list[int] = []
+        self._own_directory: str | None = None
         self._refusals: tuple[type[Exception], ...] = (ValueError,)
         self._version = 0
         self._asleep: set[str] = set()
@@ -55,6 +59,9 @@ class SamplingWorker:
             ArcticError: when the engine does not come up, with the end of its log.
         """
         spec = self._spec
+        if spec.scratch_directory is None:
+            self._own_directory = tempfile.mkdtemp(prefix="arctic-rl-")
+            spec = dataclasses.replace(spec, scratch_directory=self._own_directory)
         if spec.log_file is not None:
             redirect_output(spec.log_file)
         for name, value in engine_environment(spec).items():
@@ -250,17 +257,23 @@ class SamplingWorker:
         }
 
     async def shutdown(self) -> None:
-        """Stop the engine's processes; the worker is of no use afterwards."""
+        """End the engine's processes and remove what they leave behind; the worker is of no use afterwards."""
         import psutil
 
         self._unusable = "it was shut down"
         if self._engine is not None:
-            await asyncio.to_thread(self._engine.shutdown, _SHUTDOWN_SECONDS)
+            # nothing is left to save, and vLLM's own way out hangs in gloo until it is killed
+            await asyncio.to_thread(self._engine.shutdown, 0)
             self._engine = None
         left = [psutil.Process(pid) for pid in self._engine_process_ids if psutil.pid_exists(pid)]
         for process in left:
             process.kill()
         await asyncio.to_thread(psutil.wait_procs, left, _SHUTDOWN_SECONDS)
+        # ends the tracker process, which then unlinks the semaphores of the killed engine
+        await asyncio.to_thread(resource_tracker._resource_tracker._stop)
+        if self._own_directory is not None:
+            shutil.rmtree(self._own_directory, ignore_errors=True)
+            self._own_directory = None
 
     @asynccontextmanager
     async def _request(self) -> AsyncIterator[None]:

@@ -61,11 +61,14 @@ class WeightExtension:
         """Called once after start-up; returns this process's id.
 
         The process ends within a second or so of its parent's end. On CPUs seeds are made to work with prompts that
-        take more than one engine step.
+        take more than one engine step, and vLLM's native sampler replaces its CPU one, which draws noise twice for
+        seeded requests and compiles itself for others.
         """
         threading.Thread(target=_exit_with, args=(os.getppid(),), name="arctic-orphan-check", daemon=True).start()
         if self.device.type == "cpu":
             _keep_generators_of_unfinished_prompts(self.model_runner)
+            token_sampler = self.model_runner.sampler.topk_topp_sampler
+            token_sampler.forward = token_sampler.forward_native
         return os.getpid()
 
     def arctic_weight_names(self) -> list[tuple[str, list[int], str]]:

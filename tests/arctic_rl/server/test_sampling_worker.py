@@ -4,6 +4,8 @@ import asyncio
 import json
 import os
 import pickle
+import shutil
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,7 +13,7 @@ import pytest
 import torch
 
 from integrations.arctic_rl.errors import ArcticError, UnsupportedError, WorkerDiedError
-from integrations.arctic_rl.sampling_params import to_vllm_kwargs
+from integrations.arctic_rl.sampling_params import expand_seed, to_vllm_kwargs
 from integrations.arctic_rl.server import sampling_worker
 from integrations.arctic_rl.server.sampling_spec import (
     SamplingSpec,
@@ -323,7 +325,9 @@ def test_engine_arguments_and_the_nearest_known_name():
 
 
 def test_the_environment_follows_the_spec(tmp_path):
-    assert engine_environment(spec(threads=2, model_path=str(tmp_path))) == {
+    assert engine_environment(spec(threads=2, model_path=str(tmp_path), scratch_directory="/s")) == {
+        "VLLM_RPC_BASE_PATH": "/s",
+        "TMPDIR": "/s",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -420,6 +424,7 @@ def real(tmp_path_factory):
     import ray
 
     folder = tmp_path_factory.mktemp("engine")
+    scratch = tempfile.mkdtemp()
     model = save_model(folder / "model")
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
     actor = (
@@ -431,17 +436,19 @@ def real(tmp_path_factory):
                 max_model_len=512,
                 engine_kwargs={"block_size": 32},
                 log_file=str(folder / "engine.log"),
+                scratch_directory=scratch,
             )
         )
     )
     try:
-        ray.get(actor.setup.remote(), timeout=240)
-        yield SimpleNamespace(actor=actor, model=model, get=ray.get, counter=0, folder=folder)
+        ray.get(actor.setup.remote(), timeout=500)
+        yield SimpleNamespace(actor=actor, model=model, get=ray.get, counter=0, folder=folder, scratch=scratch)
         ray.get(actor.shutdown.remote(), timeout=30)
     except ray.exceptions.RayActorError:
         pass
     finally:
         ray.shutdown()
+        shutil.rmtree(scratch)
 
 
 def ask(real, prompts, params, salt=None):
@@ -515,6 +522,26 @@ def test_seeds_give_the_same_samples_in_any_batch(real):
     assert len({tuple(tokens) for tokens in first}) == 16
     unseeded = ask(real, prompts[:2], {"temperature": 1.0, "max_tokens": 24, "ignore_eos": True})
     assert unseeded[0]["token_ids"] != unseeded[1]["token_ids"]
+
+
+@pytest.mark.slow
+def test_expanded_seeds_sample_the_models_distribution(real):
+    """Chi-square of 2048 first tokens over those expected at least 5 times; 5 sigma above its mean is the bound."""
+    prompt = random_prompts(1, seed=11, low=20, high=21)[0]
+    params = [
+        {"temperature": 1.0, "max_tokens": 1, "ignore_eos": True, "logprobs": None, "seed": seed}
+        for seed in (expand_seed(seed=0, step=0, prompt_key="p", sample=i, turn=0) for i in range(2048))
+    ]
+    tokens = torch.tensor([result["token_ids"][0] for result in ask(real, [prompt] * 2048, params)])
+    with torch.no_grad():
+        expected = real.model(torch.tensor([prompt])).logits[0, -1].double().softmax(-1) * 2048
+    counts = torch.bincount(tokens, minlength=VOCABULARY).double()
+    common = expected >= 5
+    counts = torch.cat([counts[common], counts[~common].sum()[None]])
+    expected = torch.cat([expected[common], expected[~common].sum()[None]])
+    freedom = len(expected) - 1
+    assert freedom > 20
+    assert float(((counts - expected) ** 2 / expected).sum()) < freedom + 5 * (2 * freedom) ** 0.5
 
 
 @pytest.mark.slow
@@ -622,7 +649,8 @@ def test_no_process_outlives_a_killed_worker(real):
 
     own, *children = real.get(real.actor.process_ids.remote())
     engine = [psutil.Process(pid) for pid in children]
-    assert any("EngineCore" in process.name() for process in engine)
+    assert any(process.memory_info().rss > 2**28 for process in engine)
+    assert os.listdir(real.scratch) != []
     os.kill(own, signal.SIGKILL)
     _, alive = psutil.wait_procs(engine, timeout=10)
     assert alive == []
