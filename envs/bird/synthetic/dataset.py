@@ -35,7 +35,7 @@ class SplitSizes:
     """Held-out questions on each training database."""
     heldout_db: int = 60
     """Questions on each held-out database."""
-    demonstrations: int = 4
+    demonstrations: int = 5
     """Demonstrated answers to each training question."""
 
     def __post_init__(self) -> None:
