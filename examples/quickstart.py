@@ -20,7 +20,7 @@ if __package__ in (None, ""):
 from examples.report import summarize, table
 
 VALIDATION = "validation"
-NEW_DATABASES = "validation_new_databases"
+HELD_OUT = "validation_heldout_db"
 
 SETTINGS = {
     "environment.env_class": "bird",
@@ -82,7 +82,7 @@ def recipe(data: Path, model: Path, run_dir: Path, seed: int) -> list[str]:
     settings = {
         **SETTINGS,
         "data.train_data": f"['{data}/train.parquet']",
-        "data.val_data": f"['{data}/{VALIDATION}.parquet','{data}/{NEW_DATABASES}.parquet']",
+        "data.val_data": f"['{data}/{VALIDATION}.parquet','{data}/{HELD_OUT}.parquet']",
         "trainer.policy.model.path": str(model),
         "trainer.seed": str(seed),
         "generator.sampling_params.additional_kwargs.seed": str(seed),

@@ -30,7 +30,7 @@ class ArcticRLConfig:
     max_cpu_workers: int = 4
     """Without GPUs, the most worker processes (training ranks, reference ranks and engines) one run may start."""
     cpu_threads: int | None = None
-    """Compute threads of each CPU worker; None = the cores of the machine, since training and sampling alternate."""
+    """Compute threads of each CPU worker; None = the machine's cores for a training rank, 1 for an engine."""
     cpu_kv_cache_gib: float = 0.25
     """Key-value cache of each vLLM engine on a CPU, in GiB."""
     env_modules: list[str] = field(default_factory=list)
@@ -40,7 +40,8 @@ class ArcticRLConfig:
     scoring_workers: int | None = None
     """Processes that run environment calls; None = the cores of the machine, at most 8."""
     scoring_time_limit_s: float = 30.0
-    """Seconds after which one environment call is killed together with its process, which is then replaced."""
+    """Seconds after which one environment call is killed together with its process, which is then replaced. A step of
+    an environment with a limit of its own (``max_step_s``, as bird has) is killed 5 s past that one instead."""
     scoring_memory_limit_mb: int = 512
     """Memory limit of one scoring process, in MiB."""
     max_scorer_failures: int = 0

@@ -14,10 +14,11 @@ from .compose import apply_mixin
 from .environments import environment_modules, register_environments
 from .generator import ArcticGeneratorMixin
 from .inference import ArcticInferenceClient
-from .prompt_dataset import make_prompt_dataset
+from .prompt_dataset import check_environment_rows, make_prompt_dataset
 from .scoring import ScoringConfig
 from .server_config import server_config
 from .trainer import ArcticTrainerMixin
+from .unjudged import JudgedBaselineMixin
 
 
 class ArcticExpMixin:
@@ -42,6 +43,7 @@ class ArcticExpMixin:
         """SkyRL's dataset, tokenised without its eight processes, which each import the whole stack.
 
         Raises:
+            ConfigError: when rows of our environments lack something, a line each.
             ValueError: when the dataset is smaller than one batch.
         """
         dataset = self._prompt_dataset("train_data")
@@ -60,12 +62,18 @@ class ArcticExpMixin:
         return None
 
     def _prompt_dataset(self, name: str) -> Any:
-        return make_prompt_dataset(
+        setting = f"data.{name}"
+        dataset = make_prompt_dataset(
             vars(self.cfg.data)[name],
             tokenizer=self.tokenizer,
             max_prompt_length=self.cfg.trainer.max_prompt_length,
-            setting=f"data.{name}",
+            setting=setting,
         )
+        environment = self.cfg.environment
+        check_environment_rows(
+            dataset, vars(environment.skyrl_gym), default_env_class=environment.env_class, setting=setting
+        )
+        return dataset
 
     def get_inference_client(self) -> Any:
         """The backend's engines behind SkyRL's interface, in place of its HTTP servers."""
@@ -73,6 +81,8 @@ class ArcticExpMixin:
             SamplingClient(self._arctic_backend, self._arctic_loop),
             tokenizer=self.tokenizer,
             model_name=self.cfg.trainer.policy.model.path,
+            num_engines=self.cfg.generator.inference_engine.num_engines,
+            tensor_parallel_size=self.cfg.generator.inference_engine.tensor_parallel_size,
         )
 
     def get_generator(self, cfg: Any, tokenizer: Any, inference_engine_client: Any) -> Any:
@@ -94,7 +104,7 @@ class ArcticExpMixin:
 
     def get_trainer(self, **kwargs: Any) -> Any:
         """The experiment's own trainer, on the backend."""
-        trainer = apply_mixin(ArcticTrainerMixin, super().get_trainer(**kwargs))
+        trainer = apply_mixin(ArcticTrainerMixin, apply_mixin(JudgedBaselineMixin, super().get_trainer(**kwargs)))
         trainer.attach_backend(self._arctic_backend, self._arctic_loop)
         return trainer
 

@@ -124,7 +124,9 @@ def to_vllm_kwargs(params: Mapping[str, Any]) -> dict[str, Any]:
     ``NEUTRAL`` is in the result, so that no default of the engine or of a checkpoint can fill a gap.
 
     ``logprobs`` is None (none returned), 0 or 1 (the chosen token's; sent as 0). ``top_k`` -1 and 0 switch it
-    off. Stop strings stay in the output text. ``detokenize`` is on where stop strings or bad words need text.
+    off. ``min_tokens`` 1, which SkyRL writes for every recipe, is sent as 0: a response has one token anyway, its end
+    token counted, and vLLM would forbid that token at the first position, so that its log-probs there would be off
+    the trainer's by log(1 - P(end)). Stop strings stay in the output text. ``detokenize`` is on where stop strings or bad words need text.
 
     Raises:
         UnsupportedError: for an unknown name (with the nearest known one), a value out of range, ``n`` above 1,
@@ -148,6 +150,8 @@ def to_vllm_kwargs(params: Mapping[str, Any]) -> dict[str, Any]:
         raise _refuse("include_stop_str_in_output", False, "a response's text is the text of its tokens; leave it out")
     if kwargs["n"] != 1:
         raise _refuse("n", kwargs["n"], "a request has one response; write generator.n_samples_per_prompt instead")
+    if kwargs["min_tokens"] == 1:
+        kwargs["min_tokens"] = 0
     if kwargs["logprobs"] is not None:
         if isinstance(kwargs["logprobs"], bool) or kwargs["logprobs"] not in (0, 1):
             raise _refuse("logprobs", kwargs["logprobs"], "only the chosen token's is returned; write 1, 0 or null")

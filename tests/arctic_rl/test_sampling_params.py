@@ -51,6 +51,11 @@ def test_every_neutral_value_is_explicit():
     }
 
 
+@pytest.mark.parametrize(("given", "sent"), [(0, 0), (1, 0), (2, 2), (64, 64)])
+def test_the_end_token_may_come_first_unless_a_longer_response_is_asked_for(given, sent):
+    assert to_vllm_kwargs({**SKYRL_DEFAULTS, "min_tokens": given})["min_tokens"] == sent
+
+
 def test_both_of_skyrls_spellings_give_the_same():
     """The engine dict and the config's own dict of one recipe, with eval values that differ."""
     changes = {"temperature": 0.6, "top_k": 20, "stop": ["</sql>"], "seed": 7, "presence_penalty": 0.5}

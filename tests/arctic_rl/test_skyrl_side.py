@@ -184,14 +184,15 @@ class TestServerConfig:
             "trainer.policy.optimizer_config.adam_betas=[0.8,0.88]",
             "trainer.bf16=false",
             "generator.inference_engine.engine_init_kwargs.max_model_len=321",
-            "generator.inference_engine.engine_init_kwargs.block_size=32",
+            "generator.inference_engine.engine_init_kwargs.block_size=64",
         )
         config = server_config(cfg, run_id="x", env_vars={})
         assert config.policy.optimizer.betas == (0.8, 0.88)
         assert config.policy.dtype == "float32"
         assert server_config(parse(), run_id="x", env_vars={}).policy.dtype == "bfloat16"
         assert config.sampling.max_model_len == 321
-        assert config.sampling.engine_kwargs == {"block_size": 32}
+        assert config.sampling.engine_kwargs == {"block_size": 64}
+        assert server_config(parse(), run_id="x", env_vars={}).sampling.engine_kwargs == {"block_size": 32}
 
     def test_a_reference_model_only_where_a_kl_term_asks_for_it(self):
         assert server_config(parse(), run_id="x", env_vars={}).ref_ranks == 1

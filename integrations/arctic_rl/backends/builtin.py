@@ -18,6 +18,7 @@ from ..server.process import RUN_ID_VARIABLE, log_tail
 from ..server.sampling_worker import SamplingWorker
 from ..server.specs import ServerConfig
 from ..server.training_worker import TrainingWorker
+from ..server.weights import remove_weights
 from .base import Batch, RemoteBackend
 from .sharding import join_rows, split_rows
 
@@ -93,6 +94,7 @@ class BuiltinBackend(RemoteBackend):
         held = await self._call_all(self._names("sampling"), "sync_weights", exported[0], version)
         if any(engine_version != version for engine_version in held):
             raise ArcticError(f"weight sync {version} left the engines at versions {held}")
+        remove_weights(self._weights_dir, keep=version)
         self._version = version
         self._prompt_engine.clear()
         return version
@@ -169,7 +171,9 @@ class BuiltinBackend(RemoteBackend):
         options = {"num_cpus": 0, "num_gpus": 0, "runtime_env": {"env_vars": env_vars}, "max_restarts": 0}
         name = f"{worker.job}-{worker.rank}"
         if worker.job == "sampling":
-            spec = dataclasses.replace(self._config.sampling, log_file=self._log_file(name))
+            spec = dataclasses.replace(
+                self._config.sampling, log_file=self._log_file(name), scratch_directory=self._weights_dir
+            )
             return ray.remote(SamplingWorker).options(**options, max_concurrency=10_000).remote(spec)
         spec = self._config.policy if worker.job == "policy" else self._config.reference
         actor = ray.remote(concurrency_groups={"watch": 1}, **options)(TrainingWorker)
