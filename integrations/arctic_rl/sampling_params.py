@@ -126,7 +126,8 @@ def to_vllm_kwargs(params: Mapping[str, Any]) -> dict[str, Any]:
     ``logprobs`` is None (none returned), 0 or 1 (the chosen token's; sent as 0). ``top_k`` -1 and 0 switch it
     off. ``min_tokens`` 1, which SkyRL writes for every recipe, is sent as 0: a response has one token anyway, its end
     token counted, and vLLM would forbid that token at the first position, so that its log-probs there would be off
-    the trainer's by log(1 - P(end)). Stop strings stay in the output text. ``detokenize`` is on where stop strings or bad words need text.
+    the trainer's by log(1 - P(end)). Stop strings stay in the output text. ``detokenize`` is on where stop strings or
+    bad words need text.
 
     Raises:
         UnsupportedError: for an unknown name (with the nearest known one), a value out of range, ``n`` above 1,

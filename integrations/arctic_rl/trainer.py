@@ -20,7 +20,7 @@ class ArcticTrainerMixin:
     """Put before the class of the trainer that an experiment built, ``RayPPOTrainer`` or a recipe's own.
 
     Two methods are replaced, ``build_models`` and ``_cleanup_old_checkpoints``; the loop, advantages, mini-batches,
-    the bookkeeping of checkpoints and logging stay the trainer's own. ``attach_backend`` comes before ``build_models``.
+    checkpoints' bookkeeping and logging stay the trainer's own. ``attach_backend`` comes before ``build_models``.
     """
 
     def attach_backend(self, backend: RemoteBackend, loop: LoopThread) -> None:

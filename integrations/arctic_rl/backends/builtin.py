@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import logging
 import os
+import shutil
 import tempfile
 from collections.abc import Awaitable, Iterable
 from pathlib import Path
@@ -39,7 +40,7 @@ class BuiltinBackend(RemoteBackend):
         self._prompt_engine: dict[int, str] = {}
         self._running = asyncio.Event()
         self._running.set()
-        self._weights_dir: str | None = None
+        self._run_dir: str | None = None
         self._request_count = 0
         self._lease = asyncio.Condition()
 
@@ -53,7 +54,11 @@ class BuiltinBackend(RemoteBackend):
     async def initialize(self, num_training_steps: int) -> None:
         plan = plan_placement(placement_request(self._config), describe_cluster())
         logger.info("placement of the workers:\n%s", plan.table())
-        self._weights_dir = weights_directory(self._config.run_id)
+        self._run_dir = run_directory(self._config.run_id)
+        self._weights_dir = os.path.join(self._run_dir, "weights")
+        self._scratch_dir = os.path.join(self._run_dir, "s")
+        os.mkdir(self._weights_dir)
+        os.mkdir(self._scratch_dir)
         self._start_actors(plan)
         groups = [self._setup_training("policy", num_training_steps), self._setup_sampling()]
         if self._config.reference is not None:
@@ -145,8 +150,8 @@ class BuiltinBackend(RemoteBackend):
         for actor in self._actors.values():
             ray.kill(actor)
         self._actors.clear()
-        if self._weights_dir is not None:
-            remove_tree(self._weights_dir)
+        if self._run_dir is not None:
+            shutil.rmtree(self._run_dir, ignore_errors=True)
 
     def _names(self, job: str) -> list[str]:
         return [name for name in self._actors if name.rsplit("-", 1)[0] == job]
@@ -172,7 +177,7 @@ class BuiltinBackend(RemoteBackend):
         name = f"{worker.job}-{worker.rank}"
         if worker.job == "sampling":
             spec = dataclasses.replace(
-                self._config.sampling, log_file=self._log_file(name), scratch_directory=self._weights_dir
+                self._config.sampling, log_file=self._log_file(name), scratch_directory=self._scratch_dir
             )
             return ray.remote(SamplingWorker).options(**options, max_concurrency=10_000).remote(spec)
         spec = self._config.policy if worker.job == "policy" else self._config.reference
@@ -307,13 +312,7 @@ def describe_cluster() -> ClusterDescription:
     return ClusterDescription(tuple(sorted(nodes, key=lambda node: (node.node_id != here, node.node_id))))
 
 
-def weights_directory(run_id: str) -> str:
+def run_directory(run_id: str) -> str:
     """A fresh folder in shared memory, or in the temporary folder where there is none."""
     base = "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
     return tempfile.mkdtemp(prefix=f"arctic-rl-{run_id}-", dir=base)
-
-
-def remove_tree(directory: str) -> None:
-    import shutil
-
-    shutil.rmtree(directory, ignore_errors=True)
