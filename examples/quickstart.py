@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -29,12 +30,12 @@ SETTINGS = {
     "generator.inference_engine.num_engines": "1",
     "trainer.epochs": "20",
     "trainer.max_training_steps": "30",
-    "trainer.train_batch_size": "32",
-    "trainer.policy_mini_batch_size": "16",
-    "trainer.micro_forward_batch_size_per_gpu": "64",
-    "trainer.micro_train_batch_size_per_gpu": "64",
+    "trainer.train_batch_size": "16",
+    "trainer.policy_mini_batch_size": "8",
+    "trainer.micro_forward_batch_size_per_gpu": "32",
+    "trainer.micro_train_batch_size_per_gpu": "32",
     "trainer.gradient_checkpointing": "false",
-    "trainer.max_prompt_length": "400",
+    "trainer.max_prompt_length": "256",
     "trainer.eval_batch_size": "1024",
     "trainer.eval_interval": "30",
     "trainer.eval_before_train": "true",
@@ -107,6 +108,17 @@ def train(overrides: list[str], run_dir: Path) -> None:
     subprocess.run(command, check=True, env=environment, cwd=run_dir)
 
 
+def run(cache_dir: Path, run_dir: Path, *, seed: int, overrides: list[str]) -> dict[str, Any]:
+    """Make the inputs, train and write ``summary.json`` into the run's folder; returns the summary."""
+    start = time.time()
+    run_dir = run_dir.resolve()
+    data, model = make_inputs(cache_dir.resolve(), seed)
+    train([*recipe(data, model, run_dir, seed), *overrides], run_dir)
+    summary = summarize(run_dir, split=VALIDATION, seconds_total=time.time() - start)
+    (run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    return summary
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cache_dir", type=Path, required=True, help="where data and starting model are kept")
@@ -114,14 +126,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0, help="seed of data, starting model and training")
     parser.add_argument("overrides", nargs="*", help="SkyRL overrides, put after the quickstart's own")
     arguments = parser.parse_args(argv)
-    start = time.time()
-    data, model = make_inputs(arguments.cache_dir.resolve(), arguments.seed)
-    run_dir = arguments.run_dir.resolve()
-    train([*recipe(data, model, run_dir, arguments.seed), *arguments.overrides], run_dir)
-    summary = summarize(run_dir, split=VALIDATION, seconds_total=time.time() - start)
-    path = run_dir / "summary.json"
-    path.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-    print(f"\n{table(summary)}\n\n{path}", flush=True)
+    summary = run(arguments.cache_dir, arguments.run_dir, seed=arguments.seed, overrides=arguments.overrides)
+    print(f"\n{table(summary)}\n\n{arguments.run_dir.resolve() / 'summary.json'}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,22 @@
+"""The one line format of all benchmarks."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Literal
+
+
+def print_line(name: str, ratio: float, bound: float | None, kind: Literal["min", "max", "none"], **more: Any) -> bool:
+    """Print one measurement and say whether it holds.
+
+    Args:
+        name: what was measured.
+        ratio: the figure.
+        bound: its limit; None where the figure is only reported.
+        kind: whether ``bound`` is the least or the greatest value allowed.
+        more: further fields of the line.
+    """
+    ok = {"min": lambda: ratio >= bound, "max": lambda: ratio <= bound, "none": lambda: True}[kind]()
+    line = {"name": name, "ratio": round(ratio, 4), "bound": bound, "ok": ok, **more}
+    print(json.dumps(line), flush=True)
+    return ok
