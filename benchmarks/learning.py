@@ -2,7 +2,7 @@
 
 Runs the quickstart's own job, with its exact settings, once a seed, and once more at learning rate 0. Greedy execution
 accuracy (score 1.0) on held-out questions must start between 0.15 and 0.5, rise by at least 0.15 with every seed, and
-move by less than 0.05 at learning rate 0. Questions on databases that training never saw are reported, not bounded. The
+move by less than 0.05 at learning rate 0. Questions on databases that training never saw are reported, unbounded. The
 starting model is warm-started on demonstrations of mixed quality (see ``envs.bird.synthetic.questions``), so that most
 of the rise is the undoing of plausible wrong queries, not SQL learned from nothing. A few minutes a run on 2 cores.
 """
