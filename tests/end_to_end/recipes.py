@@ -12,7 +12,12 @@ from typing import Any
 
 import psutil
 
-ENVIRONMENT = '''
+ODD = """transformers<5; foo>=1 'q' "d" $HOME"""
+"""A value that a shell would re-read as redirections and several commands."""
+
+ENVIRONMENT = f'''
+ODD = {ODD!r}
+
 """An environment of a user's own: a reward that a random model earns now and then."""
 
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
@@ -29,10 +34,11 @@ class LetterEnv(BaseTextEnv):
 
         self.reward = action.count(self.letter) / max(len(action), 1)
         self.process_id = os.getpid()
-        return BaseTextEnvStepOutput(observations=[], reward=self.reward, done=True, metadata={})
+        self.forwarded = os.environ.get("ARCTIC_ODD") == ODD
+        return BaseTextEnvStepOutput(observations=[], reward=self.reward, done=True, metadata={{}})
 
     def get_metrics(self):
-        return {"letters": self.reward, "process_id": float(self.process_id)}
+        return {{"letters": self.reward, "process_id": float(self.process_id), "forwarded": float(self.forwarded)}}
 
 
 if "letters" not in registry:
@@ -139,10 +145,11 @@ def settings(folder: Path, changes: dict[str, Any]) -> list[str]:
 def start(
     folder: Path, overrides: list[str], entrypoint: str = "integrations.arctic_rl.entrypoint"
 ) -> subprocess.Popen:
-    """Start SkyRL's own entry module with the override appended, in ``folder``; output goes to ``output.log`` there."""
+    """Start SkyRL's own entry module with the override appended, in ``folder``; its output goes to ``output.log``."""
     command = [sys.executable, "-m", "skyrl.train.entrypoints.main_base", *overrides]
     command.append(f"trainer.override_entrypoint={entrypoint}")
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"HF_HUB_OFFLINE": "1"}
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    environment |= {"HF_HUB_OFFLINE": "1", "ARCTIC_ODD": ODD}
     with open(folder / "output.log", "w") as log:
         return subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=subprocess.STDOUT)
 

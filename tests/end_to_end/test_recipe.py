@@ -53,6 +53,7 @@ def test_two_ranks_two_engines_and_a_reference_model_from_a_folder_of_decoys(tmp
         assert 0 < line["reward/avg_raw_reward"] < 1
         assert line["policy/grad_norm"] > 0
         assert line["environment/process_id"] > 0
+        assert line["environment/forwarded"] == 1.0
         assert line["generate/scoring_busy_s"] > 0
     assert logs[0]["policy/policy_kl"] < logs[1]["policy/policy_kl"]
 
@@ -62,6 +63,7 @@ def test_two_ranks_two_engines_and_a_reference_model_from_a_folder_of_decoys(tmp
     assert all(steps[i]["ratio_max_deviation"] < 1e-4 for i in (0, 2)), "the first mini-batch of each batch"
     assert all(steps[i]["ratio_max_deviation"] > 1e-4 for i in (1, 3)), "old log-probs stay those of the batch's start"
 
+    assert not {"=1", "5", "5;"} & {path.name for path in tmp_path.iterdir()}, "a shell re-read a forwarded value"
     checkpoint = tmp_path / "checkpoints" / "global_step_2" / "policy"
     assert len(list(checkpoint.glob("deepspeed/*optim_states.pt"))) == 2
     assert (checkpoint / "huggingface" / "tokenizer.json").is_file()
