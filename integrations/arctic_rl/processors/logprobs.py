@@ -10,7 +10,6 @@ chunk at a time, so that beyond the logits themselves (or, from hidden states, a
 """
 
 import torch
-from torch.nn.functional import linear
 
 __all__ = [
     "align_to_tokens",
@@ -22,7 +21,7 @@ __all__ = [
 ]
 
 _FLOAT32_COPIES = 2
-"""[chunk, V] float32 tensors alive at once in the passes below, the logits' own chunk included."""
+"""[chunk, V] float32 buffers of the passes below at most, the logits' own chunk included."""
 
 
 def next_token_targets(input_ids_T: torch.Tensor, position_ids_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -67,7 +66,8 @@ def logprobs_and_entropy(
     Returns:
         [N] and [N] (or None), float32 unless the logits are float64 or ``upcast`` is False.
     """
-    z = _scaled(logits, temperature, upcast)
+    z = logits.to(_accumulation_dtype(logits.dtype, upcast))
+    z = z if temperature == 1.0 else z / temperature
     logp = torch.log_softmax(z, dim=-1)
     logprobs = logp.gather(1, targets[:, None]).squeeze(1)
     return logprobs, -(logp.exp() * logp).sum(dim=-1) if entropy else None
@@ -116,33 +116,34 @@ class _FromLogits(torch.autograd.Function):
     def forward(ctx, logits, targets, temperature, entropy, chunk, upcast):
         dtype = _accumulation_dtype(logits.dtype, upcast)
         stats = _Stats(len(targets), dtype, logits.device, entropy)
+        space = _Workspace(min(chunk, len(targets)), logits.shape[1], dtype, logits.device, second=entropy)
         for part in _chunks(len(targets), chunk):
-            stats.fill(part, _own(logits[part], temperature, upcast), targets[part])
+            stats.fill(part, space.scaled(logits[part], temperature), targets[part], space)
         ctx.save_for_backward(logits, targets, stats.lse, stats.entropy)
-        ctx.settings = temperature, chunk, upcast
+        ctx.settings = temperature, chunk, dtype
         ctx.set_materialize_grads(False)
         return stats.logprobs, stats.entropy
 
     @staticmethod
     def backward(ctx, grad_logprobs, grad_entropy):
         logits, targets, lse, entropies = ctx.saved_tensors
-        temperature, chunk, upcast = ctx.settings
+        temperature, chunk, dtype = ctx.settings
+        grads = _OutputGrads(targets, lse, entropies, grad_logprobs, grad_entropy)
         grad_logits = torch.empty_like(logits)
+        space = _Workspace(min(chunk, len(targets)), logits.shape[1], dtype, logits.device, second=grads.of_entropy)
         for part in _chunks(len(targets), chunk):
-            z = _own(logits[part], temperature, upcast)
-            grad_logits[part] = _grad_z(z, part, targets, lse, entropies, grad_logprobs, grad_entropy).div_(
-                temperature
-            )
+            z = space.scaled(logits[part], temperature)
+            grad_logits[part] = grads.through(part, z, space).div_(temperature)
         return grad_logits, None, None, None, None, None
 
 
 class _FromHidden(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, temperature, entropy, chunk, upcast, fp32_inputs):
-        product = _Product(hidden, weight, bias, fp32_inputs)
-        stats = _Stats(len(targets), _accumulation_dtype(product.dtype, upcast), hidden.device, entropy)
+        product = _Product(hidden, weight, bias, min(chunk, len(targets)), fp32_inputs, upcast, second=entropy)
+        stats = _Stats(len(targets), product.space.dtype, hidden.device, entropy)
         for part in _chunks(len(targets), chunk):
-            stats.fill(part, _own(product.logits(part), temperature, upcast, fresh=True), targets[part])
+            stats.fill(part, product.scaled_logits(part, temperature), targets[part], product.space)
         ctx.save_for_backward(hidden, weight, bias, targets, stats.lse, stats.entropy)
         ctx.settings = temperature, chunk, upcast, fp32_inputs
         ctx.set_materialize_grads(False)
@@ -153,20 +154,23 @@ class _FromHidden(torch.autograd.Function):
         hidden, weight, bias, targets, lse, entropies = ctx.saved_tensors
         temperature, chunk, upcast, fp32_inputs = ctx.settings
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
-        product = _Product(hidden, weight, bias, fp32_inputs)
+        grads = _OutputGrads(targets, lse, entropies, grad_logprobs, grad_entropy)
+        product = _Product(
+            hidden, weight, bias, min(chunk, len(targets)), fp32_inputs, upcast, second=grads.of_entropy
+        )
+        total_dtype = _accumulation_dtype(weight.dtype, upcast=True)
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=product.grad_dtype) if need_weight else None
-        grad_bias = torch.zeros_like(bias, dtype=product.grad_dtype) if need_bias else None
+        grad_weight = torch.zeros_like(weight, dtype=total_dtype) if need_weight else None
+        grad_bias = torch.zeros_like(bias, dtype=total_dtype) if need_bias else None
         for part in _chunks(len(targets), chunk):
-            z = _own(product.logits(part), temperature, upcast, fresh=True)
-            grad_z = _grad_z(z, part, targets, lse, entropies, grad_logprobs, grad_entropy).div_(temperature)
-            grad_z = grad_z.to(product.dtype)
+            z = product.scaled_logits(part, temperature)
+            grad_z = product.in_its_dtype(grads.through(part, z, product.space).div_(temperature))
             if need_hidden:
                 grad_hidden[part] = grad_z @ product.weight
             if need_weight:
                 _accumulate_outer(grad_weight, grad_z, product.hidden(part))
             if need_bias:
-                grad_bias += grad_z.sum(dim=0, dtype=grad_bias.dtype)
+                grad_bias += grad_z.sum(dim=0, dtype=total_dtype)
         if need_weight:
             grad_weight = grad_weight.to(weight.dtype)
         if need_bias:
@@ -174,21 +178,55 @@ class _FromHidden(torch.autograd.Function):
         return grad_hidden, grad_weight, grad_bias, None, None, None, None, None, None
 
 
+class _Workspace:
+    """The [chunk, V] buffers of a pass, used for one chunk after the other: logits, and if needed probabilities."""
+
+    def __init__(self, rows: int, vocab_size: int, dtype: torch.dtype, device: torch.device, *, second: bool):
+        self.dtype = dtype
+        self._first = torch.empty(rows, vocab_size, dtype=dtype, device=device)
+        self._second = torch.empty_like(self._first) if second else None
+
+    def first(self, rows: int) -> torch.Tensor:
+        """[rows, V] of the first buffer."""
+        return self._first[:rows]
+
+    def scaled(self, logits: torch.Tensor, temperature: float) -> torch.Tensor:
+        """logits / temperature in the first buffer, [rows, V]."""
+        z = self.first(len(logits)).copy_(logits)
+        return z if temperature == 1.0 else z.div_(temperature)
+
+    def exp(self, z: torch.Tensor) -> torch.Tensor:
+        """exp(z): in the second buffer if there is one, else in place of z."""
+        return z.exp_() if self._second is None else torch.exp(z, out=self._second[: len(z)])
+
+
 class _Product:
     """hidden @ weight.T + bias of some positions, in the dtype that the settings ask for."""
 
-    def __init__(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, fp32_inputs: bool):
-        self.dtype = _accumulation_dtype(weight.dtype, fp32_inputs)
-        self.grad_dtype = _accumulation_dtype(weight.dtype, upcast=True)
-        self.weight = weight.to(self.dtype)
-        self._bias = None if bias is None else bias.to(self.dtype)
+    def __init__(self, hidden, weight, bias, rows: int, fp32_inputs: bool, upcast: bool, *, second: bool):
+        dtype = _accumulation_dtype(weight.dtype, fp32_inputs)
+        self.weight = weight.to(dtype)
+        self.space = _Workspace(rows, len(weight), _accumulation_dtype(dtype, upcast), weight.device, second=second)
+        self._bias = None if bias is None else bias.to(dtype)
         self._hidden = hidden
+        narrow = dtype != self.space.dtype
+        self._narrow = torch.empty(rows, len(weight), dtype=dtype, device=weight.device) if narrow else None
 
     def hidden(self, part: slice) -> torch.Tensor:
-        return self._hidden[part].to(self.dtype)
+        return self._hidden[part].to(self.weight.dtype)
 
-    def logits(self, part: slice) -> torch.Tensor:
-        return linear(self.hidden(part), self.weight, self._bias)
+    def scaled_logits(self, part: slice, temperature: float) -> torch.Tensor:
+        rows = part.stop - part.start
+        logits = self.space.first(rows) if self._narrow is None else self._narrow[:rows]
+        torch.mm(self.hidden(part), self.weight.T, out=logits)
+        if self._bias is not None:
+            logits.add_(self._bias)
+        if self._narrow is not None:
+            return self.space.scaled(logits, temperature)
+        return logits if temperature == 1.0 else logits.div_(temperature)
+
+    def in_its_dtype(self, grad_z: torch.Tensor) -> torch.Tensor:
+        return grad_z if self._narrow is None else self._narrow[: len(grad_z)].copy_(grad_z)
 
 
 class _Stats:
@@ -198,12 +236,12 @@ class _Stats:
         self.logprobs, self.lse = torch.empty(2, num_positions, dtype=dtype, device=device).unbind()
         self.entropy = torch.empty(num_positions, dtype=dtype, device=device) if entropy else None
 
-    def fill(self, part: slice, z: torch.Tensor, targets: torch.Tensor) -> None:
+    def fill(self, part: slice, z: torch.Tensor, targets: torch.Tensor, space: _Workspace) -> None:
         """Results of one chunk; ``z`` is overwritten."""
         top = z.amax(dim=-1, keepdim=True)
         centred = z.sub_(top)
         at_target = centred.gather(1, targets[:, None])
-        p = centred.exp()
+        p = space.exp(centred)
         total = p.sum(dim=-1, keepdim=True)
         self.logprobs[part] = (at_target - total.log()).squeeze(1)
         self.lse[part] = (top + total.log()).squeeze(1)
@@ -211,22 +249,37 @@ class _Stats:
             self.entropy[part] = (total.log() - p.mul_(centred).sum(dim=-1, keepdim=True) / total).squeeze(1)
 
 
-def _grad_z(z, part, targets, lse, entropies, grad_logprobs, grad_entropy):
-    """d loss / d z of one chunk, [chunk, V]; ``z`` is overwritten."""
-    centred = z.sub_(lse[part, None])
-    if grad_entropy is None and grad_logprobs is None:
-        return centred.zero_()
-    if grad_entropy is None:
-        grad = centred.exp_().mul_(-grad_logprobs[part, None])
-    else:
-        p = centred.exp()
-        factor = centred.add_(entropies[part, None]).mul_(grad_entropy[part, None])
+class _OutputGrads:
+    """The gradients of log-probs and entropy that come in, and their way to the scaled logits."""
+
+    def __init__(self, targets, lse, entropies, grad_logprobs, grad_entropy):
+        self._targets = targets[:, None]
+        self._lse = lse[:, None]
+        self._entropies = None if entropies is None else entropies[:, None]
+        self._grad_logprobs = None if grad_logprobs is None else grad_logprobs[:, None]
+        self._grad_entropy = None if grad_entropy is None else grad_entropy[:, None]
+
+    @property
+    def of_entropy(self) -> bool:
+        return self._grad_entropy is not None
+
+    def through(self, part: slice, z: torch.Tensor, space: _Workspace) -> torch.Tensor:
+        """d loss / d z of one chunk, [rows, V]; ``z`` is overwritten."""
+        grad_logprobs = None if self._grad_logprobs is None else self._grad_logprobs[part]
+        if self._grad_entropy is None and grad_logprobs is None:
+            return z.zero_()
+        centred = z.sub_(self._lse[part])
+        p = space.exp(centred)
+        if self._grad_entropy is None:
+            grad = p.mul_(-grad_logprobs)
+        else:
+            factor = centred.add_(self._entropies[part]).mul_(self._grad_entropy[part])
+            if grad_logprobs is not None:
+                factor.add_(grad_logprobs)
+            grad = factor.mul_(p).neg_()
         if grad_logprobs is not None:
-            factor.add_(grad_logprobs[part, None])
-        grad = factor.mul_(p).neg_()
-    if grad_logprobs is not None:
-        grad.scatter_add_(1, targets[part, None], grad_logprobs[part, None].to(grad.dtype))
-    return grad
+            grad.scatter_add_(1, self._targets[part], grad_logprobs.to(grad.dtype))
+        return grad
 
 
 def _accumulate_outer(total: torch.Tensor, grad_z: torch.Tensor, hidden: torch.Tensor) -> None:
@@ -235,19 +288,6 @@ def _accumulate_outer(total: torch.Tensor, grad_z: torch.Tensor, hidden: torch.T
         total.addmm_(grad_z.T, hidden)
     else:
         total += grad_z.T @ hidden
-
-
-def _own(logits: torch.Tensor, temperature: float, upcast: bool, *, fresh: bool = False) -> torch.Tensor:
-    """Scaled logits that may be overwritten; ``fresh`` logits already are nobody else's."""
-    z = logits.to(_accumulation_dtype(logits.dtype, upcast))
-    if z is logits and not fresh:
-        return z.clone() if temperature == 1.0 else z / temperature
-    return z if temperature == 1.0 else z.div_(temperature)
-
-
-def _scaled(logits: torch.Tensor, temperature: float, upcast: bool) -> torch.Tensor:
-    z = logits.to(_accumulation_dtype(logits.dtype, upcast))
-    return z if temperature == 1.0 else z / temperature
 
 
 def _accumulation_dtype(dtype: torch.dtype, upcast: bool) -> torch.dtype:

@@ -14,7 +14,6 @@ from ..errors import UnsupportedError
 from .attention import VARLEN_ATTENTION, keeps_segments_apart, varlen_kwargs
 from .logprobs import (
     align_to_tokens,
-    chunk_rows,
     logprobs_and_entropy,
     logprobs_and_entropy_chunked,
     logprobs_and_entropy_from_hidden,
@@ -236,7 +235,7 @@ class _Reader:
 
     def _chunk(self) -> int:
         vocab_size = self._logits.shape[-1] if self._logits is not None else self._call.head.out_features
-        return chunk_rows(vocab_size, self._call.settings.peak_mem_gib(self._targets.device.type))
+        return self._call.settings.chunk(vocab_size, self._targets.device.type)
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from ..errors import UnsupportedError
+from .logprobs import chunk_rows
 from .registry import nearest_name
 
 __all__ = ["TEMPERATURE_REQUIRED", "LogitsSettings", "ModelOutputs", "temperature_of"]
@@ -12,6 +13,9 @@ __all__ = ["TEMPERATURE_REQUIRED", "LogitsSettings", "ModelOutputs", "temperatur
 TEMPERATURE_REQUIRED = (
     "meta['temperature'] is required: log-probs are those of the distribution that the tokens were sampled from"
 )
+
+_CPU_CHUNK = 192
+"""Enough rows for matrix products at full speed; more only leaves the caches."""
 
 LogitsMode = Literal["none", "compute", "memory"]
 
@@ -25,8 +29,7 @@ class LogitsSettings:
     memory = chunks of logits from hidden states, forward and backward; None = memory where the model has a linear LM
     head, else compute."""
     logits_optimization_peak_mem_size_in_gib: float | None = None
-    """GiB that the chunks' float32 temporaries may take; None = 1 on GPUs, 1/32 on CPUs, where small chunks are
-    faster."""
+    """GiB that the float32 buffers of a chunk may take; None = 1 on GPUs, room for 192 positions on CPUs."""
     logits_compute_in_fp32: bool = True
     """Softmax in float32 whatever the model's dtype; False = in the logits' dtype (bf16 is off by up to 0.1 nat)."""
     logits_compute_from_fp32_inputs: bool = False
@@ -58,11 +61,12 @@ class LogitsSettings:
             if not isinstance(getattr(self, name), bool):
                 raise UnsupportedError(f"meta[{name!r}]={getattr(self, name)!r} must be True or False")
 
-    def peak_mem_gib(self, device_type: str) -> float:
-        """The budget on a device type, in GiB."""
-        if self.logits_optimization_peak_mem_size_in_gib is not None:
-            return self.logits_optimization_peak_mem_size_in_gib
-        return 1 / 32 if device_type == "cpu" else 1.0
+    def chunk(self, vocab_size: int, device_type: str) -> int:
+        """Positions in a chunk of logits."""
+        size = self.logits_optimization_peak_mem_size_in_gib
+        if size is None and device_type == "cpu":
+            return _CPU_CHUNK
+        return chunk_rows(vocab_size, 1.0 if size is None else size)
 
 
 class ModelOutputs(Mapping[str, Any]):

@@ -159,7 +159,7 @@ class _Run:
         result["metrics"] = self._timers.metrics()
         if self._loss_fn is not None:
             total = torch.stack([loss.double() for loss in self._losses]).sum() if self._losses else torch.zeros(())
-            ranks = gather((float(total), self._table.totals()))
+            ranks = gather((total.detach().item(), self._table.totals()))
             result["avg_loss"] = sum(loss for loss, _ in ranks) / len(ranks)
             result["metrics"] = merge([totals for _, totals in ranks]) | result["metrics"]
             if self._backward == "loss_only":

@@ -14,6 +14,7 @@ from integrations.arctic_rl.processors.logprobs import (
     logprobs_and_entropy_from_hidden,
     next_token_targets,
 )
+from integrations.arctic_rl.processors.outputs import LogitsSettings
 
 
 def exact(logits: torch.Tensor, targets: torch.Tensor, temperature: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -162,6 +163,8 @@ def test_large_logits_stay_exact():
 def test_chunk_rows():
     assert chunk_rows(1 << 20, 1.0) == 128
     assert chunk_rows(1 << 20, 1e-9) == 1
+    assert LogitsSettings().chunk(151_936, "cuda") == chunk_rows(151_936, 1.0)
+    assert LogitsSettings(logits_optimization_peak_mem_size_in_gib=2).chunk(151_936, "cpu") == chunk_rows(151_936, 2)
 
 
 MEMORY_SCRIPT = """
@@ -175,7 +178,7 @@ def case(n):
     weight = torch.randn(V, H, requires_grad=True)
     targets = torch.randint(0, V, (n,))
     if sys.argv[1] == "chunked":
-        settings = dict(entropy=True, chunk=chunk_rows(V, LogitsSettings().peak_mem_gib("cpu")))
+        settings = dict(entropy=True, chunk=LogitsSettings().chunk(V, "cpu"))
         values, entropy = logprobs_and_entropy_from_hidden(hidden, weight, None, targets, 0.7, **settings)
     else:
         values, entropy = logprobs_and_entropy(hidden @ weight.T, targets, 0.7, entropy=True)
