@@ -67,7 +67,7 @@ def aggregate(
         sums_B = sums_B / torch.where(tokens_B != 0, tokens_B, 1)
     loss = sums_B.sum() / _count(meta, "global_batch_size", mode) * dp_size
     if mode == "seq-mean-token-sum-norm":
-        loss = loss / (meta["response_len"] if loss_scale_factor is None else loss_scale_factor)
+        loss = loss / (_count(meta, "response_len", mode) if loss_scale_factor is None else loss_scale_factor)
     return loss
 
 

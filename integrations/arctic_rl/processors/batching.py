@@ -3,6 +3,7 @@
 B rows, S = P + R width, b rows of one micro-batch. Response tensors may come [B, R]; processors always see [b, S].
 """
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch.nn.functional import pad
 
 from .model import PaddedRows
+from .outputs import number_of
 from .packing import PackedRows, pack_rows, plan_micro_batches, row_lengths, rows_of_packed
 
 __all__ = ["MicroBatch", "RowBatch", "join_rows", "with_counts"]
@@ -80,6 +82,8 @@ class RowBatch:
         self.response_len = self.width if prompts is None else self.width - prompts.shape[1]
         self._check_position_ids()
         self.loss_mask = self._effective_mask()
+        self._batch = {name: self._own(value) for name, value in self._batch.items()}
+        self._meta = {name: self._own(value) for name, value in self._meta.items()}
 
     def token_counts(self) -> tuple[float, int]:
         """(sum of the effective mask, rows with a token of it); without masks every token with a log-prob counts."""
@@ -125,6 +129,12 @@ class RowBatch:
         if packed is None or values.ndim < 2 or values.shape[:2] != packed.shape:
             return values
         return packed.pack(values)[None]
+
+    def _own(self, value: Any) -> Any:
+        """Shared entries are copied, so that no processor can change the caller's; rows are when they are taken."""
+        if isinstance(value, torch.Tensor):
+            return value if value.ndim and len(value) == self.num_rows else value.clone()
+        return copy.deepcopy(value) if isinstance(value, dict | list) else value
 
     def _of_rows(self, name: str, value: Any, index: torch.Tensor, device: Any) -> Any:
         """The entry's part that belongs to some rows; response tensors become as wide as the rows."""
@@ -195,7 +205,7 @@ def with_counts(rows: RowBatch, meta: Mapping[str, Any], everywhere: Sequence[tu
     Raises:
         ValueError: counts came without ``dp_size`` or the reverse, or contradict the ranks there are.
     """
-    given = {name: meta[name] for name in (*_COUNTS, "dp_size") if meta.get(name) is not None}
+    given = {name: number_of(meta, name) for name in (*_COUNTS, "dp_size") if meta.get(name) is not None}
     counts = [name for name in _COUNTS if name in given]
     if bool(counts) != ("dp_size" in given):
         raise ValueError(
@@ -205,8 +215,8 @@ def with_counts(rows: RowBatch, meta: Mapping[str, Any], everywhere: Sequence[tu
         )
     for name, value in given.items():
         least = 1 if name == "dp_size" else 0
-        if isinstance(value, bool) or not isinstance(value, int | float) or value < least:
-            raise ValueError(f"meta[{name!r}]={value!r} must be a number of at least {least}")
+        if value < least:
+            raise ValueError(f"meta[{name!r}]={value!r} must be at least {least}")
     ranks = len(everywhere)
     if ranks > 1 and given.get("dp_size", ranks) != ranks:
         raise ValueError(f"meta['dp_size']={given['dp_size']} but {ranks} ranks take part in this call")

@@ -101,7 +101,7 @@ def grpo_loss(
     """
     settings = _settings(GrpoConfig, "grpo", config, meta)
     _check_policy_loss_config(meta)
-    mask = _required(batch, "loss_mask", "grpo")
+    mask = _mask(batch, "grpo")
     kept = mask != 0
 
     def masked(values: torch.Tensor) -> torch.Tensor:
@@ -167,7 +167,7 @@ def sft_loss(
         The loss, and the metric nll: mean over tokens, in nats.
     """
     settings = _settings(SftConfig, "sft", config, meta)
-    mask = _required(batch, "loss_mask", "sft")
+    mask = _mask(batch, "sft")
     nll = -model_outputs["logprobs"]
     loss = aggregate(nll, mask, settings.loss_agg_mode, meta, loss_scale_factor=settings.loss_scale_factor)
     return loss, {"nll": (masked_sum(nll, mask), mask.sum())}
@@ -220,6 +220,12 @@ def _check_policy_loss_config(meta: Mapping[str, Any]) -> None:
             )
         if value != "vanilla":
             raise UnsupportedError(f"policy_loss_config.loss_mode={value!r}: the grpo loss does 'vanilla' only")
+
+
+def _mask(batch: Mapping[str, Any], user: str) -> torch.Tensor:
+    if batch.get("loss_mask") is None:
+        raise ValueError(f"the {user} loss needs 'loss_mask' or 'response_mask' in the batch")
+    return batch["loss_mask"]
 
 
 def _required(batch: Mapping[str, Any], key: str, user: str) -> torch.Tensor:

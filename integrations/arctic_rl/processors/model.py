@@ -229,7 +229,11 @@ class _Reader:
             fp32_inputs=settings.logits_compute_from_fp32_inputs,
         )
         logprobs, entropies = values
-        pair = torch.stack([logprobs, torch.zeros_like(logprobs) if entropies is None else entropies], dim=1)
+        if entropies is None:
+            entropies = torch.zeros_like(logprobs)
+        elif not call.entropy_has_grad:
+            entropies = entropies.detach()
+        pair = torch.stack([logprobs, entropies], dim=1)
         stats = pair.new_zeros(len(self._targets), 2).index_copy(0, index, pair)
         return stats.view(*hidden.shape[:-1], 2)
 
@@ -291,7 +295,8 @@ def _check_can_pack(module: Any, config: Any, implementation: str | None) -> Non
             f"attn_implementation={implementation!r} gets no mask from transformers, so packed rows would see each "
             f"other; {advice}, or load the model with attention_implementation(device type)"
         )
-    layer_types = set(getattr(config, "layer_types", None) or ())
+    text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    layer_types = set(getattr(text_config, "layer_types", None) or ())
     mixing = sorted(layer_types - {"full_attention", "sliding_attention", "chunked_attention"})
     if mixing or getattr(module, "_is_stateful", False):
         what = f"layers of type {', '.join(mixing)}" if mixing else "a recurrent state"

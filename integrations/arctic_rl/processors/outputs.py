@@ -1,14 +1,18 @@
 """What a forward pass leaves for post-processors and losses, and the settings that decide how it is computed."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any, Literal, get_args
+
+import torch
 
 from ..errors import UnsupportedError
 from .logprobs import chunk_rows
 from .registry import nearest_name
 
-__all__ = ["TEMPERATURE_REQUIRED", "LogitsSettings", "ModelOutputs", "temperature_of"]
+__all__ = ["TEMPERATURE_REQUIRED", "LogitsSettings", "ModelOutputs", "number_of", "temperature_of"]
 
 TEMPERATURE_REQUIRED = (
     "meta['temperature'] is required: log-probs are those of the distribution that the tokens were sampled from"
@@ -111,7 +115,21 @@ def temperature_of(meta: Mapping[str, Any]) -> float:
     """
     if meta.get("temperature") is None:
         raise ValueError(TEMPERATURE_REQUIRED)
-    temperature = meta["temperature"]
-    if isinstance(temperature, bool) or not isinstance(temperature, int | float) or not temperature > 0:
+    temperature = number_of(meta, "temperature")
+    if not temperature > 0:
         raise ValueError(f"meta['temperature']={temperature!r} must be a number above 0")
     return float(temperature)
+
+
+def number_of(meta: Mapping[str, Any], name: str) -> float:
+    """A Python, NumPy or one-element tensor number of ``meta`` as a Python number.
+
+    Raises:
+        ValueError: it is something else, or not finite.
+    """
+    value = meta[name]
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
+        raise ValueError(f"meta[{name!r}]={value!r} must be a finite number")
+    return int(value) if isinstance(value, Integral) else float(value)

@@ -12,6 +12,7 @@ A loss in ten lines, as a user registers it::
         return loss, {"advantage": ((batch["advantages"] * mask).sum(), mask.sum())}
 """
 
+import copy
 import inspect
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -92,10 +93,8 @@ def run_pipeline(
     posts = [(name, get_post_processor(name)) for name in processing.get("post") or ()]
     loss_name = processing.get("loss_fn")
     loss_fn = None if loss_name is None else get_loss_fn(loss_name)
-    config = dict(processing.get("config") or {})
-    rows = RowBatch(batch, meta, pack=pack)
-    plan = rows.plan(max_tokens_per_mb)
-    ranks = gather((len(plan), rows.token_counts()))
+    config = copy.deepcopy(dict(processing.get("config") or {}))
+    rows, plan, ranks = _planned(batch, meta, pack, max_tokens_per_mb)
     counts = {} if loss_fn is None else with_counts(rows, meta, [counts for _, counts in ranks])
     call = _model_call(engine, args, meta, config, posts, loss_fn is not None, len(ranks))
     counts |= {"calculate_entropy": call.entropy}
@@ -108,6 +107,29 @@ def run_pipeline(
             micro = rows.micro_batch(plan[number], counts, device) if number < len(plan) else rows.stand_in(device)
             run.step(micro, last=number == micro_batches - 1)
     return run.result(rows, return_tensors)
+
+
+def _planned(
+    batch: Mapping[str, Any], meta: Mapping[str, Any], pack: bool, max_tokens_per_mb: int
+) -> tuple[RowBatch, list[list[int]], list[tuple[int, tuple[float, int]]]]:
+    """This rank's rows and their micro-batches, and every rank's number of micro-batches and token counts.
+
+    A rank that cannot plan says so to the others, which would wait for it in their next collective call.
+    """
+    failure = own = None
+    try:
+        rows = RowBatch(batch, meta, pack=pack)
+        plan = rows.plan(max_tokens_per_mb)
+        own = (len(plan), rows.token_counts())
+    except Exception as error:
+        failure = error
+    ranks = gather((own, None if failure is None else str(failure)))
+    if failure is not None:
+        raise failure
+    for rank, (_, message) in enumerate(ranks):
+        if message is not None:
+            raise ValueError(f"rank {rank} cannot run its rows: {message}")
+    return rows, plan, [info for info, _ in ranks]
 
 
 class _Run:

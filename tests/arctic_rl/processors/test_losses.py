@@ -178,7 +178,7 @@ def test_missing_tensors_are_errors_that_name_them(key: str):
         run(batch | {misspelt: value})
     batch = response_batch([[0, 1]], [1.0])
     del batch["response_mask"]
-    with pytest.raises(ValueError, match="needs 'loss_mask'"):
+    with pytest.raises(ValueError, match="needs 'loss_mask' or 'response_mask'"):
         run(batch)
     with pytest.raises(ValueError, match="use_kl_loss loss needs 'ref_log_prob'"):
         run(response_batch([[0, 1]], [1.0]), {"use_kl_loss": True})

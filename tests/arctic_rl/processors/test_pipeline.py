@@ -375,7 +375,7 @@ def test_loss_only_returns_a_tensor_to_differentiate(qwen):
     assert engine.backward_calls == 0
     assert set(other) == {"avg_loss", "metrics", "loss_tensor"}
     assert other["loss_tensor"].requires_grad
-    assert float(other["loss_tensor"]) == pytest.approx(result["avg_loss"], rel=1e-6)
+    assert other["loss_tensor"].item() == pytest.approx(result["avg_loss"], rel=1e-6)
     assert other["avg_loss"] == result["avg_loss"]
     other["loss_tensor"].backward()
     for name, gradient in gradients(qwen).items():
@@ -406,13 +406,15 @@ def test_results_hold_what_was_asked_for(qwen):
 def test_batch_and_meta_are_not_changed(qwen):
     batch = ragged_batch(5, 6)
     batch["names"] = list("abcde")
-    meta = {"temperature": 0.9, "weights": torch.ones(5), "actor_config": {"clip_ratio": 0.1}}
+    meta = {"temperature": 0.9, "weights": torch.ones(5), "actor_config": {"clip_ratio": 0.1}, "shared": torch.ones(3)}
     copies = {name: value.clone() if isinstance(value, torch.Tensor) else list(value) for name, value in batch.items()}
 
     @register_loss_fn("in_place_test_loss")
     def rude(model_outputs, batch, meta, config, device):
         batch["advantages"].zero_()
         meta["weights"].zero_()
+        meta["shared"].zero_()
+        meta["actor_config"]["clip_ratio"] = 9
         meta["temperature"] = config["x"] = 7
         batch.pop("loss_mask")
         return model_outputs["logprobs"].sum(), {}
@@ -423,16 +425,23 @@ def test_batch_and_meta_are_not_changed(qwen):
     for name, value in copies.items():
         same = torch.equal(batch[name], value) if isinstance(value, torch.Tensor) else batch[name] == value
         assert same, name
-    assert meta.keys() == {"temperature", "weights", "actor_config"}
+    assert meta.keys() == {"temperature", "weights", "actor_config", "shared"}
     assert meta["weights"].tolist() == [1.0] * 5
+    assert meta["shared"].tolist() == [1.0] * 3
+    assert meta["actor_config"] == {"clip_ratio": 0.1}
     assert meta["temperature"] == 0.9
     assert config == {"x": 1}
 
 
-def test_numpy_batches(qwen):
+def test_numpy_batches_and_numbers(qwen):
     batch = ragged_batch(4, 6)
     arrays = {name: value.numpy() for name, value in batch.items()}
-    assert train(qwen, batch)[0] == train(qwen, arrays)[0]
+    num_tokens = float(batch["loss_mask"].sum())
+    counts = [
+        {"batch_num_tokens": num_tokens, "global_batch_size": 4, "dp_size": 1},
+        {"batch_num_tokens": torch.tensor(num_tokens), "global_batch_size": np.int64(4), "dp_size": np.int32(1)},
+    ]
+    assert train(qwen, batch, meta=counts[0])[0] == train(qwen, arrays, meta=counts[1])[0]
 
 
 def test_positional_arguments_reach_the_engine(qwen):
@@ -567,7 +576,9 @@ def test_metrics_of_all_kinds(qwen):
         ({}, {"batch_num_tokens": 4}, {}, "batch_num_tokens without dp_size"),
         ({}, {"global_batch_size": 4}, {}, "global_batch_size without dp_size"),
         ({}, {"dp_size": 2}, {}, "dp_size without a count"),
-        ({}, {"dp_size": 0, "batch_num_tokens": 3}, {}, "at least 1"),
+        ({}, {"dp_size": 0, "batch_num_tokens": 3}, {}, "must be at least 1"),
+        ({}, {"dp_size": 1, "batch_num_tokens": "3"}, {}, "must be a finite number"),
+        ({}, {"temperature": True}, {}, "must be a finite number"),
         ({"prompts": torch.ones(4, 99)}, {}, {}, "must be .B, P. with P <= S"),
         ({"loss_mask": torch.ones(4, 3)}, {}, {}, "loss_mask .4, 3. must be"),
         ({"old_log_probs": None}, {}, {}, "the grpo loss needs 'old_log_probs'"),

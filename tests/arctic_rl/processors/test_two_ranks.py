@@ -83,6 +83,12 @@ def worker(rank: int, folder: str) -> None:
             one_run(model, batch, {"loss_fn": "grpo"}, meta)
         except ValueError as error:
             results["errors"].append(str(error))
+    if rank == 1:
+        batch["attention_mask"][2, batch["prompts"].shape[1] - 1] = 0
+    try:
+        one_run(model, batch, {"loss_fn": "grpo"}, {})
+    except ValueError as error:
+        results["errors"].append(str(error))
     torch.save(results, Path(folder) / f"rank{rank}.pt")
     dist.destroy_process_group()
 
@@ -127,6 +133,12 @@ def test_results_are_each_ranks_own(ranks: list[dict], alone: list[dict]):
 
 def test_contradicting_counts_are_refused(ranks: list[dict]):
     for rank in ranks:
-        first, second = rank["errors"]
+        first, second, _ = rank["errors"]
         assert "meta['dp_size']=3 but 2 ranks" in first
         assert "dp_size without a count" in second
+
+
+def test_a_rank_that_cannot_plan_stops_the_others(ranks: list[dict]):
+    first, second = (rank["errors"][-1] for rank in ranks)
+    assert second.startswith("attention_mask: row 2 has a hole")
+    assert first == f"rank 1 cannot run its rows: {second}"
