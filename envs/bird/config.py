@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,9 +14,17 @@ from .execute import ExecutionLimits
 _MODES = ("set", "multiset", "ordered")
 
 
+class BirdSettingError(ValueError):
+    """A setting of the bird environment that is unknown or out of range; the message names it."""
+
+
 @dataclass(frozen=True)
 class BirdEnvConfig:
-    """How responses are scored. Every default is BIRD's own rule where BIRD has one."""
+    """How responses are scored. Every default is BIRD's own rule where BIRD has one.
+
+    Plain data of a module that imports no training stack, so that an environment that holds it stays cheap to send to
+    the process that scores. Raises BirdSettingError for a value of the wrong type or out of range.
+    """
 
     timeout_s: float = 30.0
     """Wall-clock seconds for one query, gold or predicted. One step runs each gold not seen before, and the
@@ -39,35 +48,51 @@ class BirdEnvConfig:
     def __post_init__(self) -> None:
         for name in ("timeout_s", "sqlite_heap_mb", "max_value_mb", "max_compared_rows"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-                raise ValueError(f"bird.{name}={value!r} must be a number above 0")
+            if not _is_number(value) or not value > 0:
+                raise BirdSettingError(f"bird.{name}={value!r} must be a number above 0")
+        if not math.isfinite(self.timeout_s):
+            raise BirdSettingError(f"bird.timeout_s={self.timeout_s!r} must be finite: every query needs a limit")
         if not isinstance(self.sqlite_heap_mb, int) or self.sqlite_heap_mb < 8:
-            raise ValueError(
+            raise BirdSettingError(
                 f"bird.sqlite_heap_mb={self.sqlite_heap_mb!r} must be a whole number of MiB, 8 or more: "
                 "SQLite's page cache alone takes 2"
             )
         if self.max_value_mb > 1000:
-            raise ValueError(f"bird.max_value_mb={self.max_value_mb!r} must be at most 1000, SQLite's own limit")
+            raise BirdSettingError(f"bird.max_value_mb={self.max_value_mb!r} must be at most 1000, SQLite's own limit")
+        if not float(self.max_compared_rows).is_integer():
+            raise BirdSettingError(f"bird.max_compared_rows={self.max_compared_rows!r} must be a whole number of rows")
         if self.comparison not in _MODES:
-            raise ValueError(f"bird.comparison={self.comparison!r} must be one of {', '.join(_MODES)}")
-        if self.float_digits is not None and not 1 <= self.float_digits <= 17:
-            raise ValueError(f"bird.float_digits={self.float_digits!r} must be from 1 to 17, or None for exact")
+            raise BirdSettingError(f"bird.comparison={self.comparison!r} must be one of {', '.join(_MODES)}")
+        digits = self.float_digits
+        if digits is not None and (isinstance(digits, bool) or not isinstance(digits, int) or not 1 <= digits <= 17):
+            raise BirdSettingError(
+                f"bird.float_digits={digits!r} must be a whole number from 1 to 17, or None for exact"
+            )
+        if not isinstance(self.empty_gold_earns, bool):
+            raise BirdSettingError(f"bird.empty_gold_earns={self.empty_gold_earns!r} must be true or false")
+        if self.db_root is not None and not isinstance(self.db_root, str):
+            raise BirdSettingError(f"bird.db_root={self.db_root!r} must be the path of a folder, or None")
 
     @classmethod
-    def parse(cls, settings: "BirdEnvConfig | Mapping[str, Any] | None") -> Self:
+    def parse(cls, settings: Any) -> Self:
         """Accepts a config, a mapping of field names (a dict, an OmegaConf node) or None for the defaults.
 
-        Raises ValueError for an unknown name, with the nearest known one, and for a value out of range.
+        A config may also be of this class under another name of the package, or of any dataclass with such fields.
+        Raises BirdSettingError for an unknown name, with the nearest known one, and for a value out of range.
         """
         if isinstance(settings, cls):
             return settings
         if settings is None:
             return cls()
+        if dataclasses.is_dataclass(settings) and not isinstance(settings, type):
+            settings = dataclasses.asdict(settings)
         if not isinstance(settings, Mapping):
-            raise ValueError(f"the bird environment's settings are {settings!r}; write a mapping of {setting_names()}")
+            raise BirdSettingError(
+                f"the bird environment's settings are {settings!r}; write a mapping of {setting_names()}"
+            )
         for name in settings:
             if name not in setting_names():
-                raise ValueError(unknown_setting(str(name)))
+                raise BirdSettingError(unknown_setting(str(name)))
         return cls(**dict(settings))
 
     def limits(self) -> ExecutionLimits:
@@ -82,6 +107,10 @@ class BirdEnvConfig:
     def resolve(self, db_path: str) -> str:
         """Returns the path to open for a row's `db_path`."""
         return db_path if self.db_root is None else os.path.join(self.db_root, db_path)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def unknown_setting(name: str) -> str:

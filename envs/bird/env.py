@@ -19,12 +19,16 @@ class BirdEnv(BaseTextEnv):
     """Single-turn text-to-SQL. Holds plain data only, so that it can move between processes at any time.
 
     Reads from `extras`: `reward_model` or `reward_spec` (mappings with `ground_truth`), `extra_info.db_path`, and
-    `extra_info.alternative_answers` if it is there. `env_config` holds fields of `BirdEnvConfig`.
+    `extra_info.alternative_answers` if it is there. `env_config` is whatever `BirdEnvConfig.parse` accepts.
+
+    For a generator that runs `step` in a process it may kill: `max_step_s` is the time limit to set, `step_failed`
+    stands in for a step whose process was killed or lost, and `metadata["judged"]` of a step is False if its reward
+    says nothing about the response.
     """
 
     def __init__(
         self,
-        env_config: BirdEnvConfig | Mapping[str, Any] | None = None,
+        env_config: Any = None,
         extras: Mapping[str, Any] | None = None,
     ) -> None:
         """

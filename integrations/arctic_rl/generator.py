@@ -17,20 +17,28 @@ from .scoring import (
     EnvPool,
     ScoringClosed,
     ScoringConfig,
+    ScoringEnvError,
     ScoringError,
     ScoringMemoryExceeded,
     ScoringStartUpError,
     ScoringTimeout,
 )
+from .unjudged import UnjudgedMask, fill_unjudged_rewards
 
 logger = logging.getLogger(__name__)
 
+type _Key = tuple[Any, Any]
+
 _ENV_METHODS = frozenset({"init", "step", "close"})
 _INFERENCE_METHODS = frozenset({"generate", "chat_completion", "completion"})
-_FAILURE_CAUSES = ("timed_out", "out_of_memory", "failed")
+_COUNTED = ("timed_out", "out_of_memory", "failed", "unjudged")
+_SCORER_FAILED = "scorer_failed"
+_MAX_CAUSES_TOLD = 10
 
-# One entry a step of the trajectory (or batch) that the current task runs: True where the scorer itself failed.
-_step_failures: contextvars.ContextVar[list[bool] | None] = contextvars.ContextVar("step_failures", default=None)
+# One entry a step of the trajectory (or batch) that the current task runs: False where it could not be judged.
+_steps_judged: contextvars.ContextVar[list[bool] | None] = contextvars.ContextVar("steps_judged", default=None)
+# The (instance_id, repetition_id) of the trajectories of the current ``generate`` that could not be judged.
+_unjudged_ids: contextvars.ContextVar[set[_Key] | None] = contextvars.ContextVar("unjudged_ids", default=None)
 
 
 class ScoringFailureLimit(ScoringError):
@@ -125,18 +133,34 @@ class ArcticGeneratorMixin:
     Replaces ``_run_in_executor_if_available`` for ``init``, ``step`` and ``close`` of skyrl-gym environments, so the
     trainer's process neither runs their code nor waits for it, and SkyRL's ``max_env_workers`` threads stay unused.
 
+    What an environment may add to skyrl-gym's interface, each of it optional:
+        max_step_s: attribute, the time limit of its ``step`` in seconds, in place of ``scoring_config.time_limit_s``.
+        step_failed(action, cause, error): called here instead of a ``step`` that was killed or lost, so that the
+            environment's metrics count it; returns a step output. ``cause`` is timed_out, out_of_memory or
+            scorer_failed. Without it such a step earns 0 and ends the trajectory.
+        metadata["judged"] of a step output: False = the reward says nothing about the response.
+        metadata["outcome"], metadata["error"]: why. The outcome scorer_failed counts as a failure of the scorer.
+
     What a failing call means:
-        - ``step`` past the time or memory limit: the policy wrote that action, so the step earns 0 and ends the
-          trajectory; counted in ``generate/scoring_timed_out`` and ``generate/scoring_out_of_memory``.
-        - a worker that died twice, an exception in the environment's code, or a limit broken by ``close``: counted in
-          ``generate/scoring_failed`` and logged; the sample leaves the loss (loss mask 0). One more of them than
-          ``scoring_config.max_failures`` raises ``ScoringFailureLimit``.
+        - ``step`` past the time or memory limit: the policy wrote that action, so the step is scored, by
+          ``step_failed`` or with 0; counted in ``generate/scoring_timed_out`` and ``generate/scoring_out_of_memory``.
+        - a worker that died twice, an exception in the environment's code, an outcome scorer_failed, or a failing
+          ``close``: counted in ``generate/scoring_failed`` and logged; a step of that kind is not judged. One more of
+          them than ``scoring_config.max_failures`` raises ``ScoringFailureLimit``.
         - a worker that cannot start, or a failing ``init`` (there is no prompt to go on with): raised at once.
+
+    A trajectory with a step that was not judged leaves the loss (loss mask 0) and is given the mean reward of the
+    judged samples of its prompt, or 0 where there is none, in training and in evaluation. SkyRL's reward metrics
+    (``reward/avg_raw_reward``, ``reward/mean_positive_reward``, ``loss/avg_final_rewards``, evaluation scores) are
+    computed from these filled rewards: a prompt with judged samples counts with their mean, one without counts with 0.
+    Prompts are told apart by ``trajectory_ids``; without them such a trajectory earns 0. Advantages leave these rows
+    out altogether where the trainer has ``JudgedBaselineMixin``.
 
     Adds to ``rollout_metrics``, all of this ``generate`` call:
         generate/scoring_busy_s: seconds spent running environment calls, summed over workers.
         generate/scoring_exposed_s: wall seconds with an environment call outstanding and no inference in flight.
         generate/scoring_timed_out, generate/scoring_out_of_memory, generate/scoring_failed: counts as above.
+        generate/scoring_unjudged: trajectories that left the loss for want of a judgement.
     """
 
     scoring_config: ScoringConfig = ScoringConfig()
@@ -151,7 +175,9 @@ class ArcticGeneratorMixin:
         self.scoring_config = scoring_config
         self._overlap_clock = OverlapClock()
         self._env_pool: EnvPool | None = None
-        self._scoring_failures: Counter[str] = Counter()
+        self._scoring_counts: Counter[str] = Counter()
+        self._scorer_failures: Counter[str] = Counter()
+        self._causes_told: set[tuple[str, str]] = set()
         self.inference_engine_client = TimedInferenceClient(self.inference_engine_client, self._overlap_clock)
 
     async def _run_in_executor_if_available(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -173,75 +199,109 @@ class ArcticGeneratorMixin:
         except (ScoringClosed, ScoringStartUpError):
             raise
         except Exception as error:
-            if method == "step" and isinstance(error, (ScoringTimeout, ScoringMemoryExceeded)):
-                self._scoring_failures[error.cause] += 1
-                logger.warning("scored 0: %s", error)
-                return self._failed_step(error.cause, leaves_loss=False)
-            self._count_scorer_failure(env, method, error)
-            return self._failed_step("failed", leaves_loss=True) if method == "step" else None
-        if method == "step" and (failures := _step_failures.get()) is not None:
-            failures.append(False)
+            if method != "step":
+                self._count_scorer_failure(env, method, f"{type(error).__qualname__}: {error}", error)
+                if method == "init":
+                    raise
+                return None
+            result = self._failed_step(env, error, *args, **kwargs)
+        else:
+            if method != "step":
+                return result
+            outcome, text = _why(result)
+            if outcome == _SCORER_FAILED:
+                self._count_scorer_failure(env, method, text, None)
+        self._note_verdict(env, result)
         return result
 
-    @staticmethod
-    def _failed_step(cause: str, *, leaves_loss: bool) -> dict[str, Any]:
-        if (failures := _step_failures.get()) is not None:
-            failures.append(leaves_loss)
-        return {"observations": [], "reward": 0.0, "done": True, "metadata": {"scoring_failure": cause}}
+    def _failed_step(self, env: Any, error: Exception, action: str, **kwargs: Any) -> dict[str, Any]:
+        if isinstance(error, (ScoringTimeout, ScoringMemoryExceeded)):
+            cause = error.cause
+            self._scoring_counts[cause] += 1
+            logger.warning("scored as %s: %s", cause, error)
+        else:
+            cause = _SCORER_FAILED
+            self._count_scorer_failure(env, "step", f"{type(error).__qualname__}: {error}", error)
+        if hasattr(env, "step_failed"):
+            return env.step_failed(action, cause, str(error))
+        metadata = {"outcome": cause, "error": str(error), "judged": cause != _SCORER_FAILED}
+        return {"observations": [], "reward": 0.0, "done": True, "metadata": metadata}
 
-    def _count_scorer_failure(self, env: Any, method: str, error: Exception) -> None:
-        self._scoring_failures["failed"] += 1
-        count, limit = self._scoring_failures["failed"], self.scoring_config.max_failures
+    def _note_verdict(self, env: Any, result: dict[str, Any]) -> None:
+        judged, why, verdicts = _is_judged(result), _why(result), _steps_judged.get()
+        if not judged and why not in self._causes_told:
+            self._causes_told.add(why)
+            logger.warning("not judged, so out of the loss (each cause is told once): %s: %s", *why)
+        if verdicts is not None:
+            verdicts.append(judged)
+        elif not judged:
+            raise ScoringEnvError(
+                f"{type(env).__qualname__}.step() was not judged ({why[0]}: {why[1]}), and its sample cannot be taken "
+                "out of the loss, because neither agent_loop() nor generate_batched() called it"
+            )
+
+    def _count_scorer_failure(self, env: Any, method: str, text: str, error: Exception | None) -> None:
         label = f"{type(env).__qualname__}.{method}()"
-        logger.error("scorer failure %d (%d tolerated) in %s", count, limit, label, exc_info=error)
-        # Without a prompt there is no trajectory, and a trajectory that nobody tracks cannot be taken out of the loss.
-        if method == "init" or _step_failures.get() is None:
-            raise error
-        if count > limit:
+        self._scoring_counts["failed"] += 1
+        self._scorer_failures[f"{label}: {text}"] += 1
+        count, limit = self._scorer_failures.total(), self.scoring_config.max_failures
+        logger.error("scorer failure %d (%d tolerated) in %s: %s", count, limit, label, text, exc_info=error)
+        if method != "init" and count > limit:
+            causes = [f"{n} x {cause}" for cause, n in self._scorer_failures.most_common(_MAX_CAUSES_TOLD)]
             raise ScoringFailureLimit(
-                f"{label} failed with {type(error).__qualname__}: {error}. This is scorer failure {count} of the run "
-                f"and max_failures={limit}; find the cause above, or raise the limit to leave such samples out of the "
-                "loss"
+                f"scorer failure {count} of the run, and max_failures={limit}. Remove the cause, or raise the limit "
+                "to leave such samples out of the loss. The causes so far:\n" + "\n".join(causes)
             ) from error
 
     async def agent_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """SkyRL's agent loop; the trajectory leaves the loss when the scorer itself failed in it."""
-        failures: list[bool] = []
-        token = _step_failures.set(failures)
+        """SkyRL's agent loop; a trajectory with a step that was not judged leaves the loss."""
+        judged: list[bool] = []
+        token = _steps_judged.set(judged)
         try:
             output = await super().agent_loop(*args, **kwargs)
         finally:
-            _step_failures.reset(token)
-        if any(failures):
-            for part in getattr(output, "step_outputs", [output]):
-                part.loss_mask = [0] * len(part.loss_mask)
+            _steps_judged.reset(token)
+        if not all(judged):
+            self._scoring_counts["unjudged"] += 1
+            for part in output.step_outputs if hasattr(output, "step_outputs") else [output]:
+                part.loss_mask = UnjudgedMask(len(part.loss_mask))
+            trajectory_id, ids = kwargs.get("trajectory_id"), _unjudged_ids.get()
+            if trajectory_id is not None and ids is not None:
+                ids.add(_key(trajectory_id))
         return output
 
     async def generate_batched(self, *args: Any, **kwargs: Any) -> Any:
-        """SkyRL's batched generation; rows whose scoring itself failed leave the loss."""
-        failures: list[bool] = []
-        token = _step_failures.set(failures)
+        """SkyRL's batched generation; rows that were not judged leave the loss."""
+        judged: list[bool] = []
+        token = _steps_judged.set(judged)
         try:
             output = await super().generate_batched(*args, **kwargs)
         finally:
-            _step_failures.reset(token)
-        masks = output["loss_masks"]
+            _steps_judged.reset(token)
+        self._scoring_counts["unjudged"] += judged.count(False)
         output["loss_masks"] = [
-            [0] * len(mask) if failed else mask for mask, failed in zip(masks, failures, strict=True)
+            mask if known else UnjudgedMask(len(mask))
+            for mask, known in zip(output["loss_masks"], judged, strict=True)
         ]
         return output
 
-    async def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """SkyRL's ``generate`` with the scoring metrics added to ``rollout_metrics``."""
+    async def generate(self, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """SkyRL's ``generate``, with rows that were not judged marked, and the scoring metrics added."""
         busy_before, exposed_before = self._busy_seconds(), self._overlap_clock.exposed_s
-        failures_before = self._scoring_failures.copy()
-        output = await super().generate(*args, **kwargs)
+        counts_before = self._scoring_counts.copy()
+        unjudged_ids: set[_Key] = set()
+        token = _unjudged_ids.set(unjudged_ids)
+        try:
+            output = await super().generate(input_batch, *args, **kwargs)
+        finally:
+            _unjudged_ids.reset(token)
+        _leave_out_unjudged(output, input_batch.get("trajectory_ids"), unjudged_ids)
         metrics = {
             "generate/scoring_busy_s": self._busy_seconds() - busy_before,
             "generate/scoring_exposed_s": self._overlap_clock.exposed_s - exposed_before,
         }
-        for cause in _FAILURE_CAUSES:
-            metrics[f"generate/scoring_{cause}"] = self._scoring_failures[cause] - failures_before[cause]
+        for name in _COUNTED:
+            metrics[f"generate/scoring_{name}"] = self._scoring_counts[name] - counts_before[name]
         rollout_metrics = output["rollout_metrics"]
         output["rollout_metrics"] = metrics if rollout_metrics is None else {**rollout_metrics, **metrics}
         return output
@@ -260,6 +320,42 @@ class ArcticGeneratorMixin:
         if self._env_pool is not None:
             pool, self._env_pool = self._env_pool, None
             await pool.aclose()
+
+
+def _metadata(step_output: dict[str, Any]) -> dict[str, Any]:
+    metadata = step_output.get("metadata")
+    return metadata if isinstance(metadata, dict) else {}
+
+
+def _is_judged(step_output: dict[str, Any]) -> bool:
+    return _metadata(step_output).get("judged") is not False
+
+
+def _why(step_output: dict[str, Any]) -> tuple[str, str]:
+    metadata = _metadata(step_output)
+    return str(metadata.get("outcome", "no outcome given")), str(metadata.get("error", "no error given"))
+
+
+def _key(trajectory_id: Any) -> _Key:
+    return trajectory_id.instance_id, trajectory_id.repetition_id
+
+
+def _leave_out_unjudged(output: Any, input_ids: Any, unjudged_ids: set[_Key]) -> None:
+    """Mark the rows of a generator output that could not be judged and fill their rewards, in place."""
+    masks, ids = output["loss_masks"], output.get("trajectory_ids")
+    ids = input_ids if ids is None else ids
+    known = ids is not None and len(ids) == len(masks)
+    unjudged = [
+        isinstance(mask, UnjudgedMask) or (known and _key(ids[row]) in unjudged_ids) for row, mask in enumerate(masks)
+    ]
+    if not any(unjudged):
+        return
+    # SkyRL's overlong filtering copies masks.
+    output["loss_masks"] = [
+        UnjudgedMask(len(mask)) if left_out else mask for mask, left_out in zip(masks, unjudged, strict=True)
+    ]
+    groups = [row_id.instance_id for row_id in ids] if known else range(len(masks))
+    output["rewards"] = fill_unjudged_rewards(output["rewards"], unjudged, groups, output.get("is_last_step"))
 
 
 def make_generator_class(base: type, scoring_config: ScoringConfig | None = None) -> type:

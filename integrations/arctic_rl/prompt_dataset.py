@@ -5,7 +5,7 @@ most recipes that start costs more than the filtering.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -132,3 +132,43 @@ def make_prompt_dataset(
         prompt_key=prompt_key,
         env_class_key=env_class_key,
     )
+
+
+def check_environment_rows(
+    dataset: "PromptDataset",
+    env_settings: Mapping[str, Any],
+    *,
+    default_env_class: str,
+    env_class_key: str = "env_class",
+    setting: str = "data.train_data",
+) -> None:
+    """Check every row that one of our environments will be made from: its fields, its gold, its database.
+
+    A database is looked at once, however many rows name it.
+
+    Args:
+        dataset: the prompts that are kept.
+        env_settings: by environment id, its settings; ids of other environments are passed over.
+        default_env_class: the environment of rows that name none, SkyRL's ``environment.env_class``.
+        env_class_key: column, as in SkyRL.
+        setting: the dotted name of the setting that the dataset comes from, for error messages.
+
+    Raises:
+        ConfigError: the first ten problems, a line each; rows are counted from 0 among the prompts that are kept.
+    """
+    from skyrl_arctic_rl.envs.bird.check_dataset import ENV_IDS, require_valid_rows
+    from skyrl_arctic_rl.envs.bird.config import BirdEnvConfig
+
+    frame = dataset.dataframe
+    frame = frame.select_columns([name for name in frame.column_names if name != dataset.prompt_key])
+    env_ids = frame[env_class_key] if env_class_key in frame.column_names else [None] * len(frame)
+    env_ids = [default_env_class if env_id is None else env_id for env_id in env_ids]
+    for env_id in sorted(ENV_IDS.intersection(env_ids)):
+        rows = (
+            {**row, "env_class": row_env_id if row_env_id == env_id else ""}
+            for row, row_env_id in zip(frame, env_ids, strict=True)
+        )
+        try:
+            require_valid_rows(rows, BirdEnvConfig.parse(env_settings[env_id]))
+        except ValueError as error:
+            raise ConfigError(f"{setting}, rows of environment {env_id}: {error}") from error

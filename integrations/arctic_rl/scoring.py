@@ -1,12 +1,13 @@
 """A process pool for environment calls: hard time and memory limits, and a dead worker costs one call.
 
 ``EnvPool.call(env, "step", action)`` sends the picklable environment to a spawned worker, runs the method there and
-brings the result and the environment's new state back. Every worker is a pebble pool of its own: the workers of one
+brings the result and the environment's new state back. An environment may name the time limit of its ``step`` itself,
+in an attribute ``max_step_s``. Every worker is a pebble pool of its own: the workers of one
 pebble pool share a pipe behind one lock, and one killed while idle marks that whole pool broken, so that a dead worker
 would become a dead run.
 
-Workers import pebble, this module, ``ScoringConfig.modules`` and the modules of the environments, and never the
-parent's ``__main__``.
+Workers import pebble, this module, ``ScoringConfig.modules`` and the modules that environments and their state come
+from, and never the parent's ``__main__``.
 """
 
 import asyncio
@@ -39,6 +40,10 @@ from .errors import ArcticError
 
 logger = logging.getLogger(__name__)
 
+STEP_GRACE_S = 5.0
+"""Seconds that a ``step`` may run past its environment's own ``max_step_s`` before its worker is killed: a limit that
+the environment keeps by itself comes first, and the worker's caches outlive it."""
+
 _MB = 1 << 20
 _TICK_S = 0.1
 _BACKSTOP_S = 10.0
@@ -55,7 +60,7 @@ class ScoringError(ArcticError):
 
 
 class ScoringTimeout(ScoringError, TimeoutError):
-    """The call ran past ``time_limit_s``; its worker was killed."""
+    """The call ran past its time limit; its worker was killed."""
 
     cause = "timed_out"
 
@@ -102,7 +107,8 @@ class ScoringConfig:
     """Worker processes, at least 1. None = one for each CPU this process may use, at most 32."""
 
     time_limit_s: float = 30.0
-    """Seconds one environment call may run; past it the worker is killed with SIGKILL."""
+    """Seconds one environment call may run; past it the worker is killed with SIGKILL. A ``step`` of an environment
+    whose attribute ``max_step_s`` is there and not None may run ``max_step_s + STEP_GRACE_S`` instead."""
 
     memory_limit_mb: int = 512
     """MiB of private writable memory (RLIMIT_DATA: heap, anonymous maps, stacks of threads) a worker may hold, its
@@ -110,9 +116,9 @@ class ScoringConfig:
 
     modules: tuple[str, ...] = ()
     """Modules that every worker imports when it starts, before the limits apply, e.g. ``skyrl_arctic_rl.envs``. The
-    module of an environment's class is imported in the same way without being listed, once a call has shown it. An
-    environment whose state refers to the training stack (torch, skyrl, ray, ...) goes to workers only if that package
-    is listed here."""
+    modules of an environment's class and state are imported in the same way without being listed, once a call has
+    shown them. An environment whose state refers to the training stack (torch, skyrl, ray, ...) goes to workers only
+    if that package is listed here."""
 
     start_up_limit_s: float = 120.0
     """Seconds a worker may take to start and import ``modules``."""
@@ -390,14 +396,13 @@ class _Slot:
             if self._pool is not None:
                 self._pool.stop()
 
-    async def run(self, payload: bytes) -> tuple[str, Any, float]:
+    async def run(self, payload: bytes, limit_s: float) -> tuple[str, Any, float]:
         """Run a packed call; raises TimeoutError, ScoringStartUpError, ScoringClosed or _WorkerLost."""
         pool = self._pool
         if pool is None or not pool.active:
             pool = await asyncio.to_thread(self._live_pool)
         context = self._context
         worker = context.worker()
-        limit_s = self._config.time_limit_s
         try:
             future = pool.schedule(_run_call, args=(payload, limit_s + _BACKSTOP_S), timeout=limit_s)
         except RuntimeError as error:
@@ -463,7 +468,8 @@ class _CallPickler(pickle.Pickler):
 
 def _pack_call(
     env: object, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], modules: tuple[str, ...]
-) -> bytes:
+) -> tuple[bytes, set[str]]:
+    """The call, pickled, and the modules that the receiver will import."""
     cls = type(env)
     slotted = [base.__name__ for base in cls.__mro__ if "__slots__" in vars(base) and vars(base)["__slots__"]]
     if slotted:
@@ -477,7 +483,25 @@ def _pack_call(
     refused = sorted(module for module in pickler.modules if module.partition(".")[0] in _STACK - allowed)
     if refused:
         raise pickle.PicklingError(f"its state refers to {refused}, too large for a worker to import")
-    return file.getvalue()
+    return file.getvalue(), pickler.modules
+
+
+@dataclass(frozen=True)
+class _TimeLimit:
+    seconds: float
+    source: str
+
+
+def _time_limit(env: object, method: str, config: ScoringConfig) -> _TimeLimit:
+    if method != "step" or not hasattr(env, "max_step_s") or env.max_step_s is None:
+        return _TimeLimit(config.time_limit_s, f"time_limit_s={config.time_limit_s}")
+    own = env.max_step_s
+    if isinstance(own, bool) or not isinstance(own, int | float) or not (math.isfinite(own) and own > 0):
+        raise ScoringEnvError(
+            f"{type(env).__qualname__}.max_step_s={own!r} must be a positive, finite number of seconds, or None for "
+            "the pool's time_limit_s"
+        )
+    return _TimeLimit(own + STEP_GRACE_S, f"its max_step_s={own} by {STEP_GRACE_S} s")
 
 
 class EnvPool:
@@ -525,6 +549,7 @@ class EnvPool:
 
         Raises:
             ScoringTimeout, ScoringMemoryExceeded: the call itself broke a limit.
+            ScoringEnvError: ``max_step_s`` is no number of seconds, or what the environment raised cannot travel.
             ScoringWorkerDied: the worker ended for another reason, twice.
             ScoringStartUpError, ScoringClosed: no worker to run it.
             Exception: what the environment raised, with the worker's traceback text as ``__cause__``.
@@ -533,16 +558,16 @@ class EnvPool:
             raise ScoringClosed("the scoring pool is closed")
         self._counters["calls"] += 1
         label = f"{type(env).__qualname__}.{method}()"
+        limit = _time_limit(env, method, self.config)
         if type(env) in self._thread_only:
             return await self._call_in_thread(env, method, args, kwargs)
         try:
-            payload = _pack_call(env, method, args, kwargs, self.config.modules)
+            payload, modules = _pack_call(env, method, args, kwargs, self.config.modules)
         except Exception as error:
             self._warn_once(type(env), f"it cannot be sent to a worker: {error}")
             return await self._call_in_thread(env, method, args, kwargs)
-        if type(env).__module__ not in self._env_modules:
-            self._env_modules.append(type(env).__module__)
-        kind, body = await self._call_in_worker(payload, label)
+        self._env_modules.extend(sorted(modules.difference(self._env_modules)))
+        kind, body = await self._call_in_worker(payload, label, limit)
         if kind == "cannot_travel":
             self._thread_only.add(type(env))
             self._warn_once(type(env), body)
@@ -556,21 +581,19 @@ class EnvPool:
         env.__dict__.update(returned.__dict__)
         return result
 
-    async def _call_in_worker(self, payload: bytes, label: str) -> tuple[str, Any]:
+    async def _call_in_worker(self, payload: bytes, label: str, limit: _TimeLimit) -> tuple[str, Any]:
         exit_codes: list[int | None] = []
         for attempt in range(2):
             slot = await self._acquire()
             try:
-                kind, body, seconds = await slot.run(payload)
+                kind, body, seconds = await slot.run(payload, limit.seconds)
                 self.busy_seconds += seconds
                 if kind == "out_of_memory":
                     await asyncio.to_thread(slot.discard)
             except TimeoutError as error:
-                self.busy_seconds += self.config.time_limit_s
+                self.busy_seconds += limit.seconds
                 self._counters["timed_out"] += 1
-                raise ScoringTimeout(
-                    f"{label} ran past time_limit_s={self.config.time_limit_s} and its worker was killed"
-                ) from error
+                raise ScoringTimeout(f"{label} ran past {limit.source} and its worker was killed") from error
             except _WorkerLost as lost:
                 self.busy_seconds += lost.seconds
                 self._counters["worker_died"] += 1

@@ -1,13 +1,19 @@
-"""SkyRL's config classes with ``trainer.arctic_rl`` added; importing this costs SkyRL's own config import."""
+"""SkyRL's config classes with our settings added; importing this costs SkyRL's own config import."""
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from typing import Any
 
-from skyrl.train.config.config import SkyRLTrainConfig, TrainerConfig
+from skyrl.train.config.config import EnvironmentConfig, SkyRLGymConfig, SkyRLTrainConfig, TrainerConfig
+
+# Under the name that no folder called ``envs`` can shadow, and that scoring workers import.
+from skyrl_arctic_rl.envs.bird.config import BirdEnvConfig, BirdSettingError
 
 from .config import ArcticRLConfig, check_setting_names, nearest
 from .errors import ConfigError
 
 OVERRIDE_KEY = "trainer.override_entrypoint="
+OWN_ENV_IDS = ("bird", "bird_sql")
 
 
 @dataclass
@@ -18,19 +24,68 @@ class ArcticTrainerConfig(TrainerConfig):
 
 
 @dataclass
+class ArcticSkyRLGymConfig(SkyRLGymConfig):
+    """SkyRL's settings of environments and those of ours, each under the id that a recipe selects it by.
+
+    They are objects of the environments' own light modules: an environment carries its settings into the scoring
+    workers, which must not import SkyRL for them.
+    """
+
+    bird: BirdEnvConfig = field(default_factory=BirdEnvConfig)
+    bird_sql: BirdEnvConfig = field(default_factory=BirdEnvConfig)
+
+
+@dataclass
+class ArcticEnvironmentConfig(EnvironmentConfig):
+    """SkyRL's environment section with our environments' settings."""
+
+    skyrl_gym: ArcticSkyRLGymConfig = field(default_factory=ArcticSkyRLGymConfig)
+
+
+@dataclass
 class ArcticSkyRLTrainConfig(SkyRLTrainConfig):
-    """SkyRL's whole config with ``trainer.arctic_rl``."""
+    """SkyRL's whole config with ``trainer.arctic_rl`` and the settings of our environments."""
 
     trainer: ArcticTrainerConfig = field(default_factory=ArcticTrainerConfig)
+    environment: ArcticEnvironmentConfig = field(default_factory=ArcticEnvironmentConfig)
 
 
 def with_arctic_settings(config_class: type[SkyRLTrainConfig]) -> type[SkyRLTrainConfig]:
-    """A recipe's config class with ``trainer.arctic_rl`` added to its own trainer settings."""
-    trainer_class = type(config_class().trainer)
-    namespace = {"__annotations__": {"arctic_rl": ArcticRLConfig}, "arctic_rl": field(default_factory=ArcticRLConfig)}
-    trainer = dataclass(type(f"Arctic{trainer_class.__name__}", (trainer_class,), namespace))
-    namespace = {"__annotations__": {"trainer": trainer}, "trainer": field(default_factory=trainer)}
-    return dataclass(type(f"Arctic{config_class.__name__}", (config_class,), namespace))
+    """A recipe's config class with our settings added to its own trainer and environment sections.
+
+    The recipe's defaults hold. A section of its own at ``environment.skyrl_gym.bird`` or ``bird_sql`` is kept.
+    """
+    # Not the sections of a whole config, whose __post_init__ fills some fields from others.
+    default = {item.name: item.default_factory for item in fields(config_class)}
+    trainer_class = type(default["trainer"]())
+    environment_class, gym_class = type(default["environment"]()), type(default["environment"]().skyrl_gym)
+    missing = [name for name in OWN_ENV_IDS if name not in {item.name for item in fields(gym_class)}]
+
+    trainer = _with_fields(trainer_class, {"arctic_rl": (ArcticRLConfig, ArcticRLConfig)})
+    gym = _with_fields(gym_class, dict.fromkeys(missing, (BirdEnvConfig, BirdEnvConfig)))
+    environment = _with_fields(environment_class, {"skyrl_gym": (gym, gym)})
+
+    def make_environment() -> EnvironmentConfig:
+        section = default["environment"]()
+        return _moved(section, environment, skyrl_gym=_moved(section.skyrl_gym, gym))
+
+    sections = {
+        "trainer": (trainer, lambda: _moved(default["trainer"](), trainer)),
+        "environment": (environment, make_environment),
+    }
+    return _with_fields(config_class, sections)
+
+
+def _with_fields(base: type, added: dict[str, tuple[type, Callable[[], Any]]]) -> type:
+    """A subclass of a dataclass with fields of the given names, each of a type and with a default factory."""
+    namespace: dict[str, Any] = {name: field(default_factory=factory) for name, (_, factory) in added.items()}
+    namespace["__annotations__"] = {name: kind for name, (kind, _) in added.items()}
+    return dataclass(type(f"Arctic{base.__name__}", (base,), namespace))
+
+
+def _moved(section: Any, kind: type, **replaced: Any) -> Any:
+    """The values of a dataclass object in an object of ``kind``, a subclass of its class."""
+    return kind(**{item.name: vars(section)[item.name] for item in fields(section) if item.init} | replaced)
 
 
 def parse_config(arguments: list[str], config_class: type[SkyRLTrainConfig] | None = None) -> SkyRLTrainConfig:
@@ -41,7 +96,8 @@ def parse_config(arguments: list[str], config_class: type[SkyRLTrainConfig] | No
         config_class: a recipe's ``SkyRLTrainConfig`` subclass; None = SkyRL's own.
 
     Raises:
-        ConfigError: for an unknown or out-of-range name below ``trainer.arctic_rl``.
+        ConfigError: for an unknown or out-of-range name below ``trainer.arctic_rl``, and an out-of-range value below
+            ``environment.skyrl_gym.bird`` or ``bird_sql``.
         ValueError: SkyRL's own message for one of its settings, with the nearest known name added.
     """
     config_class = ArcticSkyRLTrainConfig if config_class is None else with_arctic_settings(config_class)
@@ -51,6 +107,8 @@ def parse_config(arguments: list[str], config_class: type[SkyRLTrainConfig] | No
         cfg = config_class.from_cli_overrides(overrides)
     except ConfigError:
         raise
+    except BirdSettingError as error:
+        raise ConfigError(f"environment.skyrl_gym: {error}") from error
     except ValueError as error:
         raise ValueError(f"{error}{_nearest_hint(str(error), overrides, config_class)}") from error
     if not any(override.startswith("data.dataloader.num_workers=") for override in overrides):

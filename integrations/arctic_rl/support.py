@@ -11,6 +11,7 @@ Rule = Callable[[Any], Iterator[str]]
 
 SUPPORTED_POLICY_LOSSES = ("regular", "dual_clip")
 SUPPORTED_RESUME_MODES = (None, "none", "latest")
+SKYRL_MAX_ENV_WORKERS = 32
 
 
 def _refusal(setting: str, value: object, why: str, instead: str) -> str:
@@ -219,4 +220,10 @@ def without_effect(cfg: Any) -> list[str]:
         )
     if trainer.use_expandable_segments is False:
         lines.append("trainer.use_expandable_segments=false: CUDA only")
+    threads = cfg.environment.skyrl_gym.max_env_workers
+    if threads != SKYRL_MAX_ENV_WORKERS:
+        lines.append(
+            f"environment.skyrl_gym.max_env_workers={threads}: environment calls run in processes; "
+            "write trainer.arctic_rl.scoring_workers"
+        )
     return lines

@@ -5,21 +5,26 @@ import copy
 import hashlib
 import importlib
 import os
+import sqlite3
 from pathlib import Path
 
 import pytest
 
+from integrations.arctic_rl import scoring
 from integrations.arctic_rl.generator import (
     ArcticGeneratorMixin,
     OverlapClock,
     ScoringFailureLimit,
     TimedInferenceClient,
+    _steps_judged,
     make_generator_class,
 )
-from integrations.arctic_rl.scoring import ScoringConfig, ScoringStartUpError
+from integrations.arctic_rl.scoring import EnvPool, ScoringConfig, ScoringEnvError, ScoringStartUpError
+from integrations.arctic_rl.unjudged import UnjudgedMask
 
 IMPORTABLE = Path(__file__).parent / "importable"
-OURS = {f"generate/scoring_{name}" for name in ("busy_s", "exposed_s", "timed_out", "out_of_memory", "failed")}
+COUNTED = ("timed_out", "out_of_memory", "failed", "unjudged")
+OURS = {f"generate/scoring_{name}" for name in ("busy_s", "exposed_s", *COUNTED)}
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -27,20 +32,21 @@ CHAT_TEMPLATE = (
 
 
 class FakeClient:
-    """Answers each prompt with words drawn from a hash of the prompt, after ``delay_s``."""
+    """Answers each prompt with ``answer``, or with words drawn from a hash of the prompt."""
 
-    def __init__(self, tokenizer, delay_s=0.0):
+    def __init__(self, tokenizer, answer=None):
         self.tokenizer = tokenizer
-        self.delay_s = delay_s
+        self.answer = answer
         self.weight_version = 7
         self.finished = []
 
     async def generate(self, input_batch, model=None):
-        await asyncio.sleep(self.delay_s)
+        await asyncio.sleep(0)
         texts, ids, logprobs, reasons = [], [], [], []
         for prompt in input_batch["prompt_token_ids"]:
             digest = hashlib.sha256(repr(prompt).encode()).digest()
-            texts.append(" ".join(("red", "green", "blue", "grey")[byte % 4] for byte in digest[: 1 + digest[0] % 3]))
+            words = [("red", "green", "blue", "grey")[byte % 4] for byte in digest[: 1 + digest[0] % 3]]
+            texts.append(" ".join(words) if self.answer is None else self.answer)
             token_ids = self.tokenizer.encode(texts[-1], add_special_tokens=False)
             if digest[1] % 4:
                 token_ids.append(self.tokenizer.eos_token_id)
@@ -125,7 +131,13 @@ def skyrl_parts():
     from skyrl.train.generators.skyrl_gym_generator import SkyRLGymGenerator
     from skyrl_gym.envs.registration import deregister
 
-    names = {"guess_test": "GuessEnv", "trouble_test": "TroubleStepEnv", "silent_test": "SilentEnv"}
+    importlib.import_module("skyrl_arctic_rl.envs")
+    names = {
+        "guess_test": "GuessEnv",
+        "trouble_test": "TroubleStepEnv",
+        "stand_in_test": "StandInEnv",
+        "silent_test": "SilentEnv",
+    }
     for name, cls in names.items():
         skyrl_gym.register(id=name, entry_point=f"gym_envs:{cls}")
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -146,39 +158,74 @@ def skyrl_parts():
     sys.path.remove(str(IMPORTABLE))
 
 
-@pytest.fixture
-def make_generator(skyrl_parts):
-    config, base, tokenizer, _ = skyrl_parts
-    made = []
+@pytest.fixture(scope="module")
+def pool():
+    """The workers of all tests that do without their own: each start costs a second or two."""
+    pool = EnvPool(ScoringConfig(workers=2, time_limit_s=2.0, memory_limit_mb=400, modules=("skyrl_gym",)))
+    yield pool
+    pool.close()
 
-    def make(scoring=None, *, delay_s=0.0, max_env_workers=0, **settings):
+
+@pytest.fixture
+def make_plain(skyrl_parts):
+    """Makes SkyRL's unmodified generator, its class changed by ``convert``."""
+    config, base, tokenizer, _ = skyrl_parts
+
+    def make(convert=lambda base: base, *, answer=None, gym_cfg=None, **settings):
         cfg = config.GeneratorConfig(**{"max_turns": 1, "max_input_length": 2048, **settings})
-        gym_cfg = config.SkyRLGymConfig(max_env_workers=max_env_workers)
-        cls = base if scoring is None else make_generator_class(base, scoring)
-        generator = cls(cfg, gym_cfg, FakeClient(tokenizer, delay_s), tokenizer)
-        if scoring is not None:
-            made.append(generator)
+        gym_cfg = config.SkyRLGymConfig(max_env_workers=0) if gym_cfg is None else gym_cfg
+        return convert(base)(cfg, gym_cfg, FakeClient(tokenizer, answer), tokenizer)
+
+    return make
+
+
+@pytest.fixture
+def make_generator(make_plain, pool):
+    """Makes generators with the mixin, on the common pool or one of their own."""
+    own = []
+
+    def make(*, max_failures=0, own_pool=None, **settings):
+        config = ScoringConfig(workers=2, max_failures=max_failures) if own_pool is None else own_pool
+        generator = make_plain(lambda base: make_generator_class(base, config), **settings)
+        if own_pool is None:
+            generator._env_pool = pool
+        else:
+            own.append(generator)
         return generator
 
     yield make
-    for generator in made:
+    for generator in own:
         generator.close()
 
 
-def make_batch(env_class, extras):
+def make_batch(env_classes, extras):
+    """Rows in groups of two."""
     from skyrl.train.generators.base import TrajectoryID
 
     return {
         "prompts": [[{"role": "user", "content": f"question {i}"}] for i in range(len(extras))],
-        "env_classes": [env_class] * len(extras),
+        "env_classes": [env_classes] * len(extras) if isinstance(env_classes, str) else env_classes,
         "env_extras": copy.deepcopy(extras),
         "sampling_params": None,
         "trajectory_ids": [TrajectoryID(instance_id=str(i // 2), repetition_id=i % 2) for i in range(len(extras))],
     }
 
 
-def run_generate(generator, env_class, extras):
-    return asyncio.run(generator.generate(make_batch(env_class, extras), disable_tqdm=True))
+def run_generate(generator, env_classes, extras):
+    return asyncio.run(generator.generate(make_batch(env_classes, extras), disable_tqdm=True))
+
+
+def counts(output):
+    return {name: output["rollout_metrics"][f"generate/scoring_{name}"] for name in COUNTED}
+
+
+def totals(output):
+    return [float(sum(row)) if isinstance(row, list) else row for row in output["rewards"]]
+
+
+def troubles(*names):
+    """A row each; every answer holds the target."""
+    return [{"target": "e", "trouble": name} for name in names]
 
 
 COLOURS = [{"target": ("red", "green", "blue")[i % 3]} for i in range(12)]
@@ -194,9 +241,9 @@ VARIANTS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", VARIANTS.values(), ids=VARIANTS.keys())
-def test_output_equals_the_unmodified_generators(make_generator, settings):
-    expected = run_generate(make_generator(**settings), "guess_test", COLOURS)
-    actual = run_generate(make_generator(ScoringConfig(workers=2), **settings), "guess_test", COLOURS)
+def test_output_equals_the_unmodified_generators(make_plain, make_generator, settings):
+    expected = run_generate(make_plain(**settings), "guess_test", COLOURS)
+    actual = run_generate(make_generator(**settings), "guess_test", COLOURS)
 
     assert list(actual) == list(expected)
     timed = {"rollout_metrics", "trajectory_generation_times", "trajectory_time_splits", "env_metrics"}
@@ -212,91 +259,158 @@ def test_output_equals_the_unmodified_generators(make_generator, settings):
     assert expected["rollout_metrics"]["environment/in_parent"] > 0
     assert measured["environment/in_parent"] == 0
     assert measured["generate/scoring_busy_s"] > 0
-    assert all(measured[f"generate/scoring_{name}"] == 0 for name in ("timed_out", "out_of_memory", "failed"))
+    assert not any(counts(actual).values())
 
 
 @pytest.mark.slow
-def test_inherited_init_and_close_stay_here(make_generator):
-    generator = make_generator(ScoringConfig(workers=1))
-    output = run_generate(generator, "silent_test", [{} for _ in range(3)])
-    assert generator._env_pool.counters["calls"] == 3
-    assert all(sum(row) > 0 for row in output["rewards"])
+def test_inherited_init_and_close_stay_here(make_generator, pool):
+    before = pool.counters["calls"]
+    output = run_generate(make_generator(), "silent_test", [{} for _ in range(3)])
+    assert pool.counters["calls"] == before + 3
+    assert all(total > 0 for total in totals(output))
 
 
 @pytest.mark.slow
 def test_functions_that_are_no_environment_calls_take_skyrls_way(make_generator):
-    generator = make_generator(ScoringConfig(workers=1))
+    generator = make_generator(own_pool=ScoringConfig(workers=1))
     assert asyncio.run(generator._run_in_executor_if_available(os.getpid)) == os.getpid()
     assert generator._env_pool is None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("batched", [False, True])
-@pytest.mark.parametrize(("trouble", "counted"), [("hang", "timed_out"), ("memory", "out_of_memory")])
-def test_an_action_past_a_limit_scores_zero_and_is_counted(make_generator, batched, trouble, counted):
-    extras = [{"target": "e", "trouble": trouble if i == 2 else ""} for i in range(6)]
-    scoring = ScoringConfig(workers=2, time_limit_s=1.0, memory_limit_mb=400, modules=("skyrl_gym",))
-    output = run_generate(make_generator(scoring, batched=batched), "trouble_test", extras)
-    totals = [float(sum(row)) if isinstance(row, list) else row for row in output["rewards"]]
-    assert totals == [1.0, 1.0, 0.0, 1.0, 1.0, 1.0]
+@pytest.mark.parametrize(
+    ("batched", "names"), [(False, ("hang", "memory", "hang", "memory")), (True, ("memory", "", "hang", ""))]
+)
+def test_an_action_past_a_limit_is_scored_and_counted(make_generator, batched, names, monkeypatch):
+    monkeypatch.setattr(scoring, "STEP_GRACE_S", 0.7)
+    env_classes = ["trouble_test"] * 3 + ["stand_in_test"] * 3
+    extras = troubles("", *names[:2], *names[2:], "")
+    output = run_generate(make_generator(batched=batched), env_classes, extras)
+    # Without a stand-in such a step earns 0.
+    expected = [0.0 if name else 1.0 for name in names[:2]] + [-0.5 if name else 1.0 for name in names[2:]]
+    assert totals(output) == [1.0, *expected, 1.0]
     assert all(any(mask) for mask in output["loss_masks"])
-    counts = {name: output["rollout_metrics"][f"generate/scoring_{name}"] for name in ("timed_out", "out_of_memory")}
-    assert counts == {"timed_out": 0, "out_of_memory": 0, counted: 1}
-    assert output["rollout_metrics"]["generate/scoring_failed"] == 0
+    seen = {"timed_out": names.count("hang"), "out_of_memory": names.count("memory")}
+    assert counts(output) == {**seen, "failed": 0, "unjudged": 0}
+    metrics = output["rollout_metrics"]
+    assert metrics["environment/timed_out"] == pytest.approx(names[2:].count("hang") / 3)
+    assert metrics["environment/out_of_memory"] == pytest.approx(names[2:].count("memory") / 3)
+    assert metrics["environment/scorer_failed"] == 0
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("batched", [False, True])
-@pytest.mark.parametrize("trouble", ["die", "raise", "close"])
-def test_the_first_scorer_failure_ends_the_run(make_generator, batched, trouble):
-    extras = [{"target": "e", "trouble": trouble if i == 1 else ""} for i in range(4)]
-    generator = make_generator(ScoringConfig(workers=2), batched=batched)
-    with pytest.raises(ScoringFailureLimit, match="max_failures=0") as caught:
-        run_generate(generator, "trouble_test", extras)
-    expected = {"die": "died twice", "raise": "no such table: singer", "close": "cannot close"}[trouble]
-    assert expected in str(caught.value) and expected in str(caught.value.__cause__)
-    workers = generator._env_pool.process_ids()
-    generator.close()
-    assert not any(Path(f"/proc/{process_id}").exists() for process_id in workers)
+@pytest.mark.parametrize(
+    ("trouble", "batched", "told"),
+    [
+        ("die", False, "ScoringWorkerDied: the worker running TroubleStepEnv.step() died twice"),
+        ("raise", True, "TroubleStepEnv.step(): LookupError: no such table: singer"),
+        ("close", False, "TroubleStepEnv.close(): OSError: cannot close"),
+        ("scorer_failed", True, "TroubleStepEnv.step(): no such table: concert"),
+    ],
+)
+def test_the_first_scorer_failure_ends_the_run(make_generator, trouble, batched, told):
+    generator = make_generator(batched=batched)
+    with pytest.raises(ScoringFailureLimit, match="scorer failure 1 of the run, and max_failures=0") as caught:
+        run_generate(generator, "trouble_test", troubles("", trouble, "", ""))
+    assert str(caught.value).splitlines()[-1].startswith("1 x ") and told in str(caught.value)
+
+
+UNJUDGED_VARIANTS = [{}, {"batched": True}, {"step_wise_trajectories": True}, {"apply_overlong_filtering": True}]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", [{}, {"batched": True}, {"step_wise_trajectories": True}], ids=str)
-def test_tolerated_scorer_failures_leave_the_loss(make_generator, settings):
-    extras = [{"target": "e", "trouble": "raise" if i in (1, 4) else ""} for i in range(6)]
-    generator = make_generator(ScoringConfig(workers=2, max_failures=3), **settings)
-    output = run_generate(generator, "trouble_test", extras)
-    assert [any(mask) for mask in output["loss_masks"]] == [True, False, True, True, False, True]
+@pytest.mark.parametrize("settings", UNJUDGED_VARIANTS, ids=str)
+def test_what_cannot_be_judged_leaves_the_loss_and_earns_its_groups_mean(make_generator, settings, caplog):
+    names = ["", "gold_failed", "raise", "scorer_failed", "raise", "", "gold_failed", "gold_failed"]
+    env_classes = ["trouble_test"] * 4 + ["stand_in_test"] * 2 + ["trouble_test"] * 2
+    generator = make_generator(max_failures=4, **settings)
+    with caplog.at_level("WARNING"):
+        output = run_generate(generator, env_classes, troubles(*names))
+    unjudged = [name != "" for name in names]
+    assert [isinstance(mask, UnjudgedMask) for mask in output["loss_masks"]] == unjudged
     assert [len(mask) for mask in output["loss_masks"]] == [len(ids) for ids in output["response_ids"]]
-    assert output["rollout_metrics"]["generate/scoring_failed"] == 2
-    with pytest.raises(ScoringFailureLimit, match="scorer failure 4 of the run"):
-        run_generate(generator, "trouble_test", extras)
+    assert all(not any(mask) for mask, out in zip(output["loss_masks"], unjudged, strict=True) if out)
+    assert all(
+        any(mask) or (stop == "length" and "apply_overlong_filtering" in settings)
+        for mask, out, stop in zip(output["loss_masks"], unjudged, output["stop_reasons"], strict=True)
+        if not out
+    )
+    assert totals(output) == [1.0, 1.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0]
+    assert all(isinstance(row, list) != ("batched" in settings) for row in output["rewards"])
+    assert counts(output) == {"timed_out": 0, "out_of_memory": 0, "failed": 3, "unjudged": 6}
+    assert output["rollout_metrics"]["environment/scorer_failed"] == 0.5
+    assert caplog.text.count("gold_failed: no such table: concert") == 1
+    with pytest.raises(ScoringFailureLimit, match="scorer failure 5 of the run") as caught:
+        run_generate(generator, env_classes, troubles(*names))
+    assert "x TroubleStepEnv.step(): LookupError: no such table: singer" in str(caught.value)
+    assert "x TroubleStepEnv.step(): no such table: concert" in str(caught.value)
+
+
+@pytest.mark.slow
+def test_without_trajectory_ids_an_unjudged_sample_earns_nothing(make_generator):
+    batch = make_batch("trouble_test", troubles("", "gold_failed"))
+    del batch["trajectory_ids"]
+    output = asyncio.run(make_generator(batched=True).generate(batch, disable_tqdm=True))
+    assert totals(output) == [1.0, 0.0] and isinstance(output["loss_masks"][1], UnjudgedMask)
+
+
+@pytest.mark.slow
+def test_an_unjudged_step_that_nobody_tracks_is_raised(make_generator, skyrl_parts):
+    env = skyrl_parts[3].TroubleStepEnv(extras={"target": "e", "trouble": "gold_failed", "max_turns": 1})
+    assert _steps_judged.get() is None
+    with pytest.raises(ScoringEnvError, match="gold_failed: no such table: concert"):
+        asyncio.run(make_generator()._run_in_executor_if_available(env.step, "green"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("env_class", ["bird", "bird_sql"])
+def test_a_recipes_bird_settings_reach_the_worker_without_skyrl(make_generator, pool, tmp_path, env_class):
+    from integrations.arctic_rl.skyrl_config import ArcticSkyRLGymConfig, BirdEnvConfig
+
+    sqlite3.connect(tmp_path / "a.sqlite").executescript("CREATE TABLE t(a); INSERT INTO t VALUES (1), (2), (3);")
+    golds = ["SELECT 5 - a FROM t", "SELECT a FROM t", "SELECT a FROM t", "SELECT a FROM no_such_table"]
+    extras = [{"reward_model": {"ground_truth": gold}, "extra_info": {"db_path": "a.sqlite"}} for gold in golds]
+    outcomes = {}
+    for rows in (3, 2):
+        settings = BirdEnvConfig(db_root=str(tmp_path), max_compared_rows=rows)
+        in_thread = pool.counters["in_thread"]
+        gym_cfg = ArcticSkyRLGymConfig(**{env_class: settings})
+        generator = make_generator(gym_cfg=gym_cfg, answer="SELECT a FROM t")
+        output = run_generate(generator, env_class, extras)
+        assert pool.counters["in_thread"] == in_thread
+        metrics = output["rollout_metrics"]
+        outcomes[rows] = {
+            name: metrics[f"environment/outcome/{name}"] for name in ("ok", "wrong_result", "too_large", "gold_failed")
+        }
+    assert outcomes[3] == {"ok": 0.5, "wrong_result": 0.25, "too_large": 0.0, "gold_failed": 0.25}
+    # A gold past the limit leaves every response to it unjudged.
+    assert outcomes[2] == {"ok": 0.0, "wrong_result": 0.0, "too_large": 0.0, "gold_failed": 1.0}
+    modules = asyncio.run(pool.call(importlib.import_module("plain_envs").TroubleEnv(), "modules"))
+    assert "skyrl_arctic_rl.envs.bird.config" in modules and not {"skyrl", "torch"} & set(modules)
 
 
 @pytest.mark.slow
 def test_a_failing_init_is_raised_as_itself(make_generator):
-    generator = make_generator(ScoringConfig(workers=1, max_failures=5))
     with pytest.raises(ValueError, match="no prompt"):
-        run_generate(generator, "trouble_test", [{"target": "e", "trouble": "init"}])
+        run_generate(make_generator(max_failures=5), "trouble_test", troubles("init"))
 
 
 @pytest.mark.slow
 def test_a_pool_that_cannot_start_is_raised(make_generator):
-    generator = make_generator(ScoringConfig(workers=1, max_failures=5, modules=("no_such_module_anywhere",)))
+    own = ScoringConfig(workers=1, max_failures=5, modules=("no_such_module_anywhere",))
     with pytest.raises(ScoringStartUpError, match="no_such_module_anywhere"):
-        run_generate(generator, "guess_test", COLOURS[:2])
+        run_generate(make_generator(own_pool=own), "guess_test", COLOURS[:2])
 
 
 @pytest.mark.slow
 def test_exposed_time_is_what_generation_does_not_hide(make_generator):
-    slow = [{"target": "e", "trouble": "slow"} for _ in range(4)]
-    scoring = ScoringConfig(workers=4, modules=("skyrl_gym",))
-    batched = run_generate(make_generator(scoring, batched=True), "trouble_test", slow)["rollout_metrics"]
+    slow = troubles(*["slow"] * 4)
+    batched = run_generate(make_generator(batched=True), "trouble_test", slow)["rollout_metrics"]
     # One after another once everything is generated: all four steps are exposed.
     assert batched["generate/scoring_busy_s"] >= 1.2
     assert batched["generate/scoring_exposed_s"] >= 1.2
 
-    generator = make_generator(scoring)
+    generator = make_generator()
 
     async def run():
         # A request that outlasts all scoring hides it.
@@ -325,19 +439,21 @@ def slow_first(client):
 
 
 @pytest.mark.slow
-def test_the_cache_salt_sees_the_weight_version(make_generator):
-    generator = make_generator(ScoringConfig(workers=1))
-    plain = make_generator()
+def test_the_cache_salt_sees_the_weight_version(make_plain, make_generator):
+    generator, plain = make_generator(), make_plain()
     assert generator._compute_cache_salt() == plain._compute_cache_salt() is not None
     generator.inference_engine_client._client.weight_version = 8
     assert generator._compute_cache_salt() != plain._compute_cache_salt()
 
 
 @pytest.mark.slow
-def test_an_environment_call_after_close_starts_new_workers(make_generator):
-    generator = make_generator(ScoringConfig(workers=1))
+def test_close_ends_the_workers_and_a_later_call_starts_new_ones(make_generator):
+    generator = make_generator(own_pool=ScoringConfig(workers=1))
     first = run_generate(generator, "guess_test", COLOURS[:2])
+    workers = generator._env_pool.process_ids()
+    assert len(workers) == 1
     asyncio.run(generator.aclose())
     generator.close()
+    assert not any(Path(f"/proc/{process_id}").exists() for process_id in workers)
     second = run_generate(generator, "guess_test", COLOURS[:2])
     assert first["rewards"] == second["rewards"]

@@ -3,17 +3,21 @@ import json
 import multiprocessing
 import os
 import random
+import sqlite3
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from skyrl_arctic_rl.envs.bird import check_dataset
+from skyrl_arctic_rl.envs.bird.config import BirdEnvConfig
 
 from integrations.arctic_rl import prompt_dataset
 from integrations.arctic_rl.errors import ConfigError
 from integrations.arctic_rl.prompt_dataset import (
     IN_PROCESS_ROWS,
     check_data_files,
+    check_environment_rows,
     count_rows,
     filter_workers,
     make_prompt_dataset,
@@ -153,3 +157,86 @@ def test_the_result_equals_skyrls_with_processes(tmp_path, tokenizer):
     ours = make_prompt_dataset(file, tokenizer, max_prompt_length=15)
     assert len(ours) == len(theirs) > 0
     assert [ours[i] for i in range(len(ours))] == [theirs[i] for i in range(len(theirs))]
+
+
+def make_databases(folder, names):
+    for name in names:
+        sqlite3.connect(folder / f"{name}.sqlite").executescript("CREATE TABLE t(a);")
+
+
+def bird_rows(folder, count, databases=("one", "two"), env_class="bird"):
+    return [
+        {
+            "prompt": [{"role": "user", "content": f"w {i}"}],
+            "env_class": env_class,
+            "reward_model": {"ground_truth": f"SELECT {i}"},
+            "extra_info": {"db_path": str(folder / f"{databases[i % len(databases)]}.sqlite"), "index": i},
+        }
+        for i in range(count)
+    ]
+
+
+def check(tmp_path, tokenizer, rows, settings=None, default_env_class="gsm8k", *, write=write_parquet):
+    file = write(tmp_path / ("rows.parquet" if write is write_parquet else "rows.jsonl"), rows)
+    dataset = make_prompt_dataset(file, tokenizer, max_prompt_length=20)
+    settings = {"bird": BirdEnvConfig(), "bird_sql": BirdEnvConfig()} if settings is None else settings
+    check_environment_rows(dataset, settings, default_env_class=default_env_class, setting="data.val_data")
+    assert [dataset[i][0] for i in range(len(dataset))] == [row["prompt"] for row in rows]
+
+
+def test_two_thousand_good_rows_are_checked_with_one_look_at_each_database(tmp_path, tokenizer, monkeypatch):
+    make_databases(tmp_path, ["one", "two"])
+    looks = []
+    real = check_dataset.database_problem
+    monkeypatch.setattr(check_dataset, "database_problem", lambda path: looks.append(path) or real(path))
+    check(tmp_path, tokenizer, bird_rows(tmp_path, 2000))
+    assert sorted(looks) == [str(tmp_path / "one.sqlite"), str(tmp_path / "two.sqlite")]
+
+
+def test_every_row_is_checked_and_ten_problems_are_told(tmp_path, tokenizer):
+    make_databases(tmp_path, ["one"])
+    rows = bird_rows(tmp_path, 2000, ("one",))
+    for i in range(15):
+        rows[1985 + i]["extra_info"]["db_path"] = str(tmp_path / f"gone{i}.sqlite")
+    with pytest.raises(ConfigError) as caught:
+        check(tmp_path, tokenizer, rows)
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "data.val_data, rows of environment bird: the dataset has 15 problems; the first:"
+    assert len(lines) == 11 and lines[1].startswith("row 1985: ") and "gone0.sqlite" in lines[1]
+
+
+def test_a_row_without_its_fields_is_told(tmp_path, tokenizer):
+    make_databases(tmp_path, ["one"])
+    rows = bird_rows(tmp_path, 3, ("one",))
+    del rows[1]["reward_model"], rows[2]["extra_info"]["db_path"]
+    with pytest.raises(ConfigError, match=r"row 1: neither reward_model.ground_truth") as caught:
+        check(tmp_path, tokenizer, rows, write=write_jsonl)
+    assert "row 2: extra_info.db_path is None" in str(caught.value)
+
+
+def test_each_environment_is_checked_by_its_own_settings(tmp_path, tokenizer):
+    make_databases(tmp_path, ["one"])
+    rows = bird_rows(tmp_path, 4)
+    for row in rows:
+        row["extra_info"]["db_path"] = "one.sqlite"
+    rows[1]["env_class"] = rows[3]["env_class"] = "bird_sql"
+    here, nowhere = BirdEnvConfig(db_root=str(tmp_path)), BirdEnvConfig(db_root=str(tmp_path / "nowhere"))
+    check(tmp_path, tokenizer, rows, {"bird": here, "bird_sql": here})
+    with pytest.raises(ConfigError, match=r"rows of environment bird_sql: .*\n.*row 1 and 1 more: "):
+        check(tmp_path, tokenizer, rows, {"bird": here, "bird_sql": nowhere})
+
+
+@pytest.mark.parametrize("column", [False, True])
+def test_rows_that_name_no_environment_take_the_recipes(tmp_path, tokenizer, column):
+    rows = bird_rows(tmp_path, 2, env_class=None)
+    if not column:
+        for row in rows:
+            del row["env_class"]
+    check(tmp_path, tokenizer, rows, default_env_class="gsm8k")
+    with pytest.raises(ConfigError, match="does not exist"):
+        check(tmp_path, tokenizer, rows, default_env_class="bird")
+
+
+def test_rows_of_other_environments_need_nothing(tmp_path, tokenizer):
+    rows = [{"prompt": [{"role": "user", "content": "w"}], "env_class": "gsm8k", "x": 1}]
+    check(tmp_path, tokenizer, rows, settings={}, default_env_class="bird")

@@ -66,12 +66,31 @@ class TroubleStepEnv(GuessEnv):
                 raise LookupError("no such table: singer")
             case "slow":
                 time.sleep(0.3)
+            case "gold_failed" | "scorer_failed":
+                metadata = {"judged": False, "outcome": self.trouble, "error": "no such table: concert"}
+                return BaseTextEnvStepOutput(observations=[], reward=0.7, done=True, metadata=metadata)
         return super().step(action)
 
     def close(self) -> None:
         if self.trouble == "close":
             raise OSError("cannot close")
         super().close()
+
+
+class StandInEnv(TroubleStepEnv):
+    """Limits its own steps and stands in for those that fail."""
+
+    max_step_s = 0.5
+    failed: tuple[str, str, str] | None = None
+
+    def step_failed(self, action: str, cause: str, error: str) -> BaseTextEnvStepOutput:
+        self.failed = (action, cause, error)
+        metadata = {"judged": cause != "scorer_failed", "outcome": cause, "error": error}
+        return BaseTextEnvStepOutput(observations=[], reward=-0.5, done=True, metadata=metadata)
+
+    def get_metrics(self) -> dict[str, Any]:
+        causes = ("timed_out", "out_of_memory", "scorer_failed")
+        return {cause: float(self.failed is not None and self.failed[1] == cause) for cause in causes}
 
 
 class SilentEnv(BaseTextEnv):

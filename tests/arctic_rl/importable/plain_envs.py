@@ -31,6 +31,20 @@ class CountingEnv:
         return os.getpid(), threading.current_thread().name
 
 
+class SelfLimitedEnv:
+    """Names the time limit of its steps."""
+
+    def __init__(self, max_step_s: object) -> None:
+        self.max_step_s = max_step_s
+
+    def step(self, delay_s: float) -> float:
+        time.sleep(delay_s)
+        return delay_s
+
+    def wait(self, delay_s: float) -> float:
+        return self.step(delay_s)
+
+
 class TroubleEnv:
     """Does whatever harms a worker."""
 

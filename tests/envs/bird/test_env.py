@@ -3,7 +3,7 @@ import pickle
 
 import pytest
 
-from envs.bird.config import BirdEnvConfig
+from envs.bird.config import BirdEnvConfig, BirdSettingError
 from envs.bird.env import BirdEnv
 from envs.bird.outcome import Outcome
 
@@ -105,12 +105,25 @@ def test_settings(row, shop_db):
     [
         {"timeout_s": 0}, {"timeout_s": "30"}, {"timeout_s": float("nan")}, {"sqlite_heap_mb": 1},
         {"sqlite_heap_mb": 64.5}, {"max_value_mb": 2000}, {"max_compared_rows": -1}, {"comparison": "bag"},
-        {"float_digits": 0}, {"float_digits": 18}, {"max_compared_rows": True},
+        {"float_digits": 0}, {"float_digits": 18}, {"max_compared_rows": True}, {"timeout_s": float("inf")},
+        {"float_digits": 2.5}, {"float_digits": True}, {"max_compared_rows": 1.5}, {"max_compared_rows": float("inf")},
+        {"empty_gold_earns": "yes"}, {"empty_gold_earns": 1}, {"db_root": 3},
     ],
 )  # fmt: skip
 def test_settings_out_of_range_are_named(settings):
-    with pytest.raises(ValueError, match=rf"bird\.{next(iter(settings))}="):
+    with pytest.raises(BirdSettingError, match=rf"bird\.{next(iter(settings))}="):
         BirdEnvConfig.parse(settings)
+
+
+def test_settings_under_another_name_of_the_package_are_the_same(row):
+    from skyrl_arctic_rl.envs.bird.config import BirdEnvConfig as Twin
+
+    assert Twin is not BirdEnvConfig
+    assert BirdEnv(Twin(timeout_s=3.0), row).config == BirdEnvConfig(timeout_s=3.0)
+    assert BirdEnvConfig(max_compared_rows=1e6).limits() == BirdEnvConfig().limits()
+    for wrong in (BirdEnvConfig, "timeout_s", 3):
+        with pytest.raises(BirdSettingError, match="write a mapping"):
+            BirdEnv(wrong, row)
 
 
 def test_an_omegaconf_node_is_a_mapping(row):
