@@ -1,12 +1,14 @@
 """The grpo and sft losses on fixtures with known answers, and the effect of every setting."""
 
 import dataclasses
+import math
 import pickle
 
 import pytest
 import torch
 
 from integrations.arctic_rl.errors import UnsupportedError
+from integrations.arctic_rl.processors.aggregation import LOSS_AGG_MODES
 from integrations.arctic_rl.processors.kl import KL_TYPES, kl_estimate
 from integrations.arctic_rl.processors.losses import GrpoConfig, grpo_loss, sft_loss
 from integrations.arctic_rl.processors.pipeline import run_pipeline
@@ -79,6 +81,19 @@ def test_each_rank_has_its_share_of_the_loss():
         shares.append(gradient)
     assert losses == pytest.approx([-0.5, 1.5], abs=1e-6)
     assert torch.allclose(torch.stack(shares).mean(0), whole, rtol=1e-5)
+
+
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+def test_ranks_shares_average_to_the_whole_in_every_mode(mode: str):
+    config = {"loss_agg_mode": mode, "loss_scale_factor": 7.0}
+    whole, expected = run(response_batch(*TWO_SEQUENCES), config)
+    counts = {"batch_num_tokens": 4, "global_batch_size": 2, "dp_size": 2}
+    parts = [
+        run(response_batch(TWO_SEQUENCES[0][rank : rank + 1], TWO_SEQUENCES[1][rank : rank + 1]), config, counts)
+        for rank in (0, 1)
+    ]
+    assert sum(result["avg_loss"] for result, _ in parts) / 2 == pytest.approx(whole["avg_loss"], rel=1e-6)
+    assert torch.allclose(torch.stack([gradient for _, gradient in parts]).mean(0), expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize("counts", [{"batch_num_tokens": 4}, {"global_batch_size": 2}, {"dp_size": 2}])
@@ -191,21 +206,31 @@ def test_old_log_probs_are_used_as_given():
 
 
 def test_surrogate_by_hand():
-    """Ratios 1.5 and 0.5 with advantages +1 and -1, clip 0.2 / 0.3: every branch of the clip."""
+    """Ratios 1.5 and 0.5 with positive and negative advantages, clip 0.2 / 0.3: every branch of the clip."""
     model = TableModel()
     logp = torch.log_softmax(model.logits.detach(), -1)
     batch = response_batch([[0, 0, 0, 0]], [1.0])
-    batch["advantages"] = torch.tensor([[1.0, -1.0, 1.0, -1.0]])
+    batch["advantages"] = torch.tensor([[1.0, -1.0, 1.0, -3.0]])
     batch["old_log_probs"] = logp[0] - torch.tensor([[1.5, 1.5, 0.5, 0.5]]).log()
     config = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.3, "clip_ratio_c": None}
     result, _ = run(batch, config)
-    assert result["avg_loss"] == pytest.approx((-1.3 + 1.5 - 0.5 + 0.8) / 4, abs=1e-6)
+    assert result["avg_loss"] == pytest.approx((-1.3 + 1.5 - 0.5 + 2.4) / 4, abs=1e-6)
     assert result["metrics"]["pg_clipfrac"] == pytest.approx(0.5)
     assert result["metrics"]["pg_clipfrac_lower"] == 0
     assert result["metrics"]["ratio_max_deviation"] == pytest.approx(0.5, abs=1e-6)
     result, _ = run(batch, config | {"clip_ratio_c": 1.2})
-    assert result["avg_loss"] == pytest.approx((-1.3 + 1.2 - 0.5 + 0.8) / 4, abs=1e-6)
+    assert result["avg_loss"] == pytest.approx((-1.3 + 1.2 - 0.5 + 2.4) / 4, abs=1e-6)
     assert result["metrics"]["pg_clipfrac_lower"] == pytest.approx(0.25)
+
+
+def test_log_ratios_are_bounded_before_exp():
+    """Without dual clip nothing else bounds a ratio of exp(88); SkyRL and verl stop at exp(20)."""
+    batch = response_batch([[0]], [-1.0])
+    batch["old_log_probs"] = torch.tensor([[-88.0]])
+    result, gradient = run(batch, {"clip_ratio_c": None})
+    assert result["avg_loss"] == pytest.approx(math.exp(20), rel=1e-6)
+    assert result["metrics"]["ppo_kl"] == -20
+    assert (gradient == 0).all()
 
 
 def test_rollout_weights_multiply_the_surrogate():
