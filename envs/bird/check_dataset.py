@@ -47,7 +47,10 @@ def require_valid_rows(rows: Iterable[Mapping[str, Any]], config: BirdEnvConfig 
     """Raises ValueError with the first ten problems that `check_rows` finds, if there are any."""
     problems = check_rows(rows, config, max_problems=None)
     if problems:
-        raise ValueError("\n".join([f"the dataset has {len(problems)} problems; the first:", *problems[:10]]))
+        told = problems[:10]
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        heading = f"the dataset has {count}{'; the first:' if len(problems) > len(told) else ':'}"
+        raise ValueError("\n".join([heading, *told]))
 
 
 def _row_problem(row: Mapping[str, Any], config: BirdEnvConfig, databases: dict[str, str]) -> str:
