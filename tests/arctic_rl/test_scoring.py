@@ -554,6 +554,7 @@ def test_repeated_time_outs_leak_no_file_descriptors(envs, make_pool):
     assert open_files() <= before + 6
 
 
+@pytest.mark.slow
 def test_replaced_workers_leak_no_semaphores(envs, make_pool, recwarn, monkeypatch):
     monkeypatch.setitem(multiprocessing.current_process()._config, "semprefix", f"/scoring-test-{os.getpid()}")
     pool = make_pool(workers=1, memory_limit_mb=128)
