@@ -18,7 +18,6 @@ from .prompt_dataset import check_environment_rows, make_prompt_dataset
 from .scoring import ScoringConfig
 from .server_config import server_config
 from .trainer import ArcticTrainerMixin
-from .unjudged import JudgedBaselineMixin
 
 
 class ArcticExpMixin:
@@ -42,10 +41,14 @@ class ArcticExpMixin:
     def get_train_dataset(self) -> Any:
         """SkyRL's dataset, tokenised without its eight processes, which each import the whole stack.
 
+        A recipe's own ``get_train_dataset`` is left as it is.
+
         Raises:
             ConfigError: when rows of our environments lack something, a line each.
             ValueError: when the dataset is smaller than one batch.
         """
+        if self._recipe_overrides("get_train_dataset"):
+            return super().get_train_dataset()
         dataset = self._prompt_dataset("train_data")
         if len(dataset) < self.cfg.trainer.train_batch_size:
             raise ValueError(
@@ -56,10 +59,19 @@ class ArcticExpMixin:
         return dataset
 
     def get_eval_dataset(self) -> Any:
-        """SkyRL's dataset without its eight processes; None when evaluation is off."""
+        """SkyRL's dataset without its eight processes, None when evaluation is off; a recipe's own is left as it is."""
+        if self._recipe_overrides("get_eval_dataset"):
+            return super().get_eval_dataset()
         if self.cfg.trainer.eval_interval > 0 and self.cfg.data.val_data:
             return self._prompt_dataset("val_data")
         return None
+
+    def _recipe_overrides(self, name: str) -> bool:
+        """Whether a class between this mixin and SkyRL's own experiment defines the method."""
+        order = type(self).__mro__
+        behind = order[order.index(ArcticExpMixin) + 1 :]
+        owner = next(cls for cls in behind if name in vars(cls))
+        return not owner.__module__.startswith("skyrl.train.entrypoints")
 
     def _prompt_dataset(self, name: str) -> Any:
         setting = f"data.{name}"
@@ -86,8 +98,12 @@ class ArcticExpMixin:
         )
 
     def get_generator(self, cfg: Any, tokenizer: Any, inference_engine_client: Any) -> Any:
-        """The experiment's own generator, with environment calls sent to the scoring pool."""
+        """The experiment's own generator; a gym generator's environment calls go to the scoring pool."""
+        from skyrl.train.generators.skyrl_gym_generator import SkyRLGymGenerator
+
         generator = super().get_generator(cfg, tokenizer, inference_engine_client)
+        if not isinstance(generator, SkyRLGymGenerator):
+            return generator
         arctic = cfg.trainer.arctic_rl
         generator = apply_mixin(ArcticGeneratorMixin, generator)
         generator.attach_scoring(
@@ -104,7 +120,7 @@ class ArcticExpMixin:
 
     def get_trainer(self, **kwargs: Any) -> Any:
         """The experiment's own trainer, on the backend."""
-        trainer = apply_mixin(ArcticTrainerMixin, apply_mixin(JudgedBaselineMixin, super().get_trainer(**kwargs)))
+        trainer = apply_mixin(ArcticTrainerMixin, super().get_trainer(**kwargs))
         trainer.attach_backend(self._arctic_backend, self._arctic_loop)
         return trainer
 
@@ -143,7 +159,9 @@ class ArcticExpMixin:
 
     def close(self) -> None:
         """Stop the scoring pool and the backend."""
-        if self._arctic_generator is not None:
-            self._arctic_generator.close()
-        self._arctic_loop.run(self._arctic_backend.destroy())
-        self._arctic_loop.close()
+        try:
+            if self._arctic_generator is not None:
+                self._arctic_generator.close()
+        finally:
+            self._arctic_loop.run(self._arctic_backend.destroy())
+            self._arctic_loop.close()

@@ -12,11 +12,12 @@ from skyrl.train.utils.callbacks import CallbackInput, TrainingCallback, Trainin
 from .backends.base import RemoteBackend
 from .backends.loop_thread import LoopThread
 from .dispatch import ArcticDispatch
+from .unjudged import JudgedBaselineMixin
 
 METRICS_NAME = "metrics.jsonl"
 
 
-class ArcticTrainerMixin:
+class ArcticTrainerMixin(JudgedBaselineMixin):
     """Put before the class of the trainer that an experiment built, ``RayPPOTrainer`` or a recipe's own.
 
     Two methods are replaced, ``build_models`` and ``_cleanup_old_checkpoints``; the loop, advantages, mini-batches,
