@@ -59,7 +59,7 @@ class ArcticExpMixin:
         return dataset
 
     def get_eval_dataset(self) -> Any:
-        """SkyRL's dataset without its eight processes, None when evaluation is off; a recipe's own is left as it is."""
+        """SkyRL's dataset without its eight processes, None when evaluation is off; a recipe's own stays."""
         if self._recipe_overrides("get_eval_dataset"):
             return super().get_eval_dataset()
         if self.cfg.trainer.eval_interval > 0 and self.cfg.data.val_data:
