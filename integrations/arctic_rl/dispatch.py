@@ -90,7 +90,7 @@ class ArcticDispatch:
             "response_mask": mask,
         }
         batch = repack_to_verl(rows_only, self._pad_token_id)
-        meta = self._meta(model, batch, "micro_forward_batch_size_per_gpu")
+        meta = self._meta(model, batch, rows, "micro_forward_batch_size_per_gpu")
         result = self._loop.run(
             self._backend.fwd_no_grad(model, batch, meta, {"post": ["compute_logprobs"], "config": {}})
         )
@@ -124,13 +124,13 @@ class ArcticDispatch:
         """
         self._refuse_tinker_arguments(loss_fn, loss_fn_config, model_id)
         self._check_model(model, trained=True)
-        padded, _ = self._pad_rows(model, data)
+        padded, rows = self._pad_rows(model, data)
         batch = repack_to_verl(padded, self._pad_token_id)
         batch = {key: value for key, value in batch.items() if key not in _DRIVER_ONLY}
         batch["old_log_probs"] = batch.pop("action_log_probs")
         if "base_action_log_probs" in batch:
             batch["ref_log_prob"] = batch.pop("base_action_log_probs")
-        meta = self._meta(model, batch, "micro_train_batch_size_per_gpu")
+        meta = self._meta(model, batch, rows, "micro_train_batch_size_per_gpu")
         processing = {"loss_fn": "grpo", "config": self._actor_config}
         result = self._loop.run(self._backend.fwd_bwd(batch, meta, processing))
         self._step_log.mini_batch(result, num_tokens=meta["batch_num_tokens"], num_rows=meta["global_batch_size"])
@@ -148,8 +148,8 @@ class ArcticDispatch:
         """``forward_backward`` on a staged mini-batch."""
         return self.forward_backward(model, chunk_refs, loss_fn, loss_fn_config, model_id)
 
-    def optim_step(self, model: str, model_id: str | None = None) -> float | None:
-        """One optimizer step; returns the gradient's L2 norm before clipping, None when clipping is off."""
+    def optim_step(self, model: str, model_id: str | None = None) -> float:
+        """One optimizer step; returns the gradient's L2 norm before clipping."""
         self._refuse_tinker_arguments(None, None, model_id)
         self._check_model(model, trained=True)
         result = self._loop.run(self._backend.step())
@@ -187,8 +187,8 @@ class ArcticDispatch:
 
     async def _sync_weights(self) -> None:
         start = time.perf_counter()
-        await self._backend.pause_generation()
         try:
+            await self._backend.pause_generation()
             await self._backend.wake_sampling(["weights"])
             await self._backend.sync_weights()
             await self._backend.wake_sampling(["kv_cache"])
@@ -271,8 +271,9 @@ class ArcticDispatch:
         missing = (-rows) % self._backend.dp_size(model)
         return (pad_training_input_batch(data, missing), rows) if missing else (data, rows)
 
-    def _meta(self, model: str, batch: dict[str, torch.Tensor], micro_batch_setting: str) -> dict[str, Any]:
-        rows, width = batch["input_ids"].shape
+    def _meta(self, model: str, batch: dict[str, torch.Tensor], rows: int, micro_batch_setting: str) -> dict[str, Any]:
+        """The scalars of a call; ``rows`` leaves out those that only pad the batch."""
+        width = batch["input_ids"].shape[1]
         mask = batch.get("loss_mask", batch["response_mask"])
         longest = int(batch["attention_mask"].sum(dim=1).max())
         trainer = self._cfg.trainer

@@ -9,7 +9,8 @@ def actor_config(cfg: Any) -> dict[str, Any]:
     """Settings of the ``grpo`` loss for a SkyRL recipe.
 
     SkyRL rescales the advantages of each mini-batch (``apply_loss_reduction_to_advantages_minibatch``), so that the
-    policy term is a plain sum over tokens; its KL term is the mean over rows of each row's token mean.
+    policy term is a plain sum over tokens; its KL term is the mean over rows of each row's token mean. Its entropy is
+    the mean over the tokens of a micro-batch, which depends on the split; here it is that of the whole mini-batch.
 
     Args:
         cfg: the validated SkyRL config; ``policy_loss_type`` is ``regular`` or ``dual_clip``.
@@ -22,6 +23,7 @@ def actor_config(cfg: Any) -> dict[str, Any]:
         "clip_ratio_c": algorithm.clip_ratio_c if algorithm.policy_loss_type == "dual_clip" else None,
         "loss_agg_mode": "sum",
         "entropy_coeff": algorithm.entropy_loss_coef if algorithm.use_entropy_loss else 0.0,
+        "entropy_agg_mode": "token-mean",
         "use_kl_loss": algorithm.use_kl_loss,
         "kl_loss_coef": algorithm.kl_loss_coef,
         "kl_loss_type": algorithm.kl_estimator_type,

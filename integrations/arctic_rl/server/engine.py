@@ -44,9 +44,10 @@ def deepspeed_config(spec: TrainingSpec) -> dict[str, Any]:
     """DeepSpeed's config of the policy.
 
     ``managed_gradient_accumulation`` is off: ``backward`` accumulates and ``step`` is the boundary, so that the number
-    of micro-batches may differ from step to step and no boundary flag can be left in the wrong state.
+    of micro-batches may differ from step to step and no boundary flag can be left in the wrong state. In bfloat16,
+    gradients are reduced and accumulated in float32, as SkyRL's FSDP does; ZeRO stage 0 can only do so in bfloat16.
     """
-    return {
+    config = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "managed_gradient_accumulation": False,
@@ -57,6 +58,9 @@ def deepspeed_config(spec: TrainingSpec) -> dict[str, Any]:
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 2**31,
     }
+    if spec.dtype == "bfloat16" and spec.zero_stage > 0:
+        config |= {"data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "fp32"}
+    return config
 
 
 def build_optimizer(model: torch.nn.Module, spec: OptimizerSpec) -> torch.optim.AdamW:
@@ -83,21 +87,44 @@ def initialize_engine(model: PreTrainedModel, spec: TrainingSpec) -> tuple[Any, 
     optimizer = build_optimizer(model, spec.optimizer)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=deepspeed_config(spec))
     if spec.zero_stage == 0 and spec.dtype == "float32":
-        _record_gradient_norm(engine)
+        _record_gradient_norm(engine, optimizer)
+    elif spec.zero_stage == 0:
+        _undo_trial_step(model, optimizer)
     return engine, optimizer
 
 
-def _record_gradient_norm(engine: Any) -> None:
-    """Let a replicated float32 engine keep the norm that it clips by, as its other optimizers do.
+def _record_gradient_norm(engine: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Let a replicated float32 engine keep its gradient norm before clipping, as its other optimizers do.
 
-    DeepSpeed 0.19.8 drops that norm in ``clip_fp32_gradients``; remove this when ``get_global_grad_norm`` has it.
+    DeepSpeed 0.19.8 drops that norm in ``clip_fp32_gradients``, and computes none without clipping; remove this when
+    ``get_global_grad_norm`` has it.
     """
+    parameters = list(engine.module.parameters())
 
     def clip_fp32_gradients() -> None:
-        norm = torch.nn.utils.clip_grad_norm_(engine.module.parameters(), max_norm=engine.gradient_clipping())
-        engine._global_grad_norm = norm
+        engine._global_grad_norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm=engine.gradient_clipping())
 
-    engine.clip_fp32_gradients = clip_fp32_gradients
+    def measure(*_: Any) -> None:
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        engine._global_grad_norm = torch.nn.utils.get_total_norm(gradients)
+
+    if engine.gradient_clipping() > 0:
+        engine.clip_fp32_gradients = clip_fp32_gradients
+    else:
+        optimizer.register_step_pre_hook(measure)
+
+
+def _undo_trial_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Give a replicated bfloat16 engine a fresh AdamW.
+
+    DeepSpeed 0.19.8 makes the optimizer's state by a step on zero gradients, which decays the weights and counts in
+    Adam's bias correction: with betas 0.9 and 0.95 the first update would be 0.73 times the right one. Remove this
+    when it no longer does.
+    """
+    optimizer.state.clear()
+    with torch.no_grad():
+        for master, parameter in zip(optimizer.param_groups[0]["params"], model.parameters(), strict=True):
+            master.copy_(parameter)
 
 
 class InferenceEngine:

@@ -93,11 +93,11 @@ class TrainingWorker:
         """The learning rate that the next optimizer step uses."""
         return self._optimizer.param_groups[0]["lr"]
 
-    def step(self) -> dict[str, float | None]:
+    def step(self) -> dict[str, float]:
         """One optimizer step on the accumulated gradient.
 
         Returns:
-            ``lr`` that was used and ``grad_norm``, the L2 norm before clipping (None when clipping is off).
+            ``lr`` that was used and ``grad_norm``, the L2 norm before clipping.
 
         Raises:
             FloatingPointError: when the gradient norm is not finite; the weights are not to be used then.
@@ -106,9 +106,8 @@ class TrainingWorker:
 
         lr = self.learning_rate()
         self._engine.step()
-        norm = self._engine.get_global_grad_norm()
-        norm = None if norm is None else float(norm)
-        if norm is not None and not math.isfinite(norm):
+        norm = float(self._engine.get_global_grad_norm())
+        if not math.isfinite(norm):
             raise FloatingPointError(f"the gradient norm is {norm}: the loss or a gradient is not finite")
         self._scheduler.step()
         return {"lr": lr, "grad_norm": norm}

@@ -1,0 +1,184 @@
+"""A remote backend without a server: records every call, and runs the pipeline in this process where it has models."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from integrations.arctic_rl.backends.base import RemoteBackend
+from integrations.arctic_rl.backends.sharding import join_rows, split_rows
+from integrations.arctic_rl.processors.pipeline import run_pipeline
+
+CANNED_METRICS = ("pg_loss", "entropy", "pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", "ratio_max_deviation", "kl_loss")
+
+
+class InProcessBackend(RemoteBackend):
+    """Ranks run one after the other on one set of weights; their gradients are averaged as a process group would.
+
+    Args:
+        models: ``policy`` and ``ref``; without one its calls return zeros.
+        ranks: data-parallel size by job; 1 where it is not given.
+        max_grad_norm: clipping norm of a step.
+        failing: names of calls that raise.
+    """
+
+    def __init__(
+        self,
+        models: Mapping[str, torch.nn.Module] | None = None,
+        *,
+        ranks: Mapping[str, int] | None = None,
+        lr: float = 1e-2,
+        max_grad_norm: float = 1.0,
+        failing: tuple[str, ...] = (),
+    ) -> None:
+        self._engines = {job: _Engine(model) for job, model in (models or {}).items()}
+        self._ranks = dict(ranks or {})
+        self._max_grad_norm = max_grad_norm
+        self._failing = failing
+        self._lr = lr
+        self._optimizer = None
+        if "policy" in self._engines:
+            self._optimizer = torch.optim.AdamW(self._engines["policy"].module.parameters(), lr=lr, weight_decay=0.0)
+        self.calls: list[tuple[str, tuple]] = []
+        self.version = 0
+
+    def names(self) -> list[str]:
+        """The calls so far, in order."""
+        return [name for name, _ in self.calls]
+
+    def arguments(self, name: str) -> list[tuple]:
+        """Arguments of every call of that name."""
+        return [arguments for called, arguments in self.calls if called == name]
+
+    def gradient(self) -> dict[str, torch.Tensor]:
+        """What the next step applies, before clipping."""
+        ranks = self.dp_size("policy")
+        return {name: p.grad / ranks for name, p in self._engines["policy"].module.named_parameters()}
+
+    @classmethod
+    def from_config(cls, config: Any) -> "InProcessBackend":
+        return cls()
+
+    async def initialize(self, num_training_steps: int) -> None:
+        self._record("initialize", num_training_steps)
+
+    def dp_size(self, job: str) -> int:
+        return self._ranks.get(job, 1)
+
+    async def fwd_no_grad(self, job: str, batch: dict, meta: dict, processing: dict) -> dict:
+        self._record("fwd_no_grad", job, batch, meta, processing)
+        if job not in self._engines:
+            return {"batch": {"logprobs": torch.zeros(batch["input_ids"].shape)}, "metrics": {}}
+        results = self._run(job, batch, meta, processing, backward=False)
+        return {"batch": join_rows([result["batch"] for result in results]), "metrics": {}}
+
+    async def fwd_bwd(self, batch: dict, meta: dict, processing: dict) -> dict:
+        self._record("fwd_bwd", batch, meta, processing)
+        if "policy" not in self._engines:
+            return {"avg_loss": 0.0, "metrics": dict.fromkeys(CANNED_METRICS, 0.0), "lr": self._lr}
+        results = self._run("policy", batch, meta, processing, backward=True)
+        tokens = [float(shard["loss_mask"].sum()) for shard in split_rows(batch, self.dp_size("policy"))]
+        metrics = {
+            name: _over_ranks(name, [result["metrics"][name] for result in results], tokens)
+            for name in results[0]["metrics"]
+        }
+        loss = _over_ranks("avg_loss", [result["avg_loss"] for result in results], tokens)
+        return {"avg_loss": loss, "metrics": metrics, "lr": self._lr}
+
+    async def step(self) -> dict[str, float]:
+        self._record("step")
+        norm = 0.0
+        if self._optimizer is not None:
+            parameters = list(self._engines["policy"].module.parameters())
+            for parameter in parameters:
+                parameter.grad /= self.dp_size("policy")
+            norm = float(torch.nn.utils.clip_grad_norm_(parameters, self._max_grad_norm))
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+        return {"lr": self._lr, "grad_norm": norm}
+
+    async def generate(self, requests: list[dict]) -> list[dict]:
+        self._record("generate", requests)
+        return [{} for _ in requests]
+
+    async def sync_weights(self) -> int:
+        self._record("sync_weights")
+        self.version += 1
+        return self.version
+
+    async def sleep_sampling(self, level: int) -> None:
+        self._record("sleep_sampling", level)
+
+    async def wake_sampling(self, tags: list[str] | None) -> None:
+        self._record("wake_sampling", *(tags or ()))
+
+    async def pause_generation(self) -> None:
+        self._record("pause_generation")
+
+    async def resume_generation(self) -> None:
+        self._record("resume_generation")
+
+    async def reset_prefix_cache(self) -> None:
+        self._record("reset_prefix_cache")
+
+    async def empty_training_cache(self) -> None:
+        self._record("empty_training_cache")
+
+    async def save_checkpoint(self, directory: str) -> None:
+        self._record("save_checkpoint", directory)
+
+    async def node_ids(self) -> list[str]:
+        self._record("node_ids")
+        return ["this-node"]
+
+    async def destroy(self) -> None:
+        self._record("destroy")
+
+    def _record(self, name: str, *arguments: Any) -> None:
+        self.calls.append((name, arguments))
+        if name in self._failing:
+            raise RuntimeError(f"{name} was told to fail")
+
+    def _run(self, job: str, batch: dict, meta: dict, processing: dict, *, backward: bool) -> list[dict]:
+        meta = dict(meta)
+        max_tokens = meta.pop("max_token_len_per_gpu")
+        return [
+            run_pipeline(
+                self._engines[job],
+                (),
+                shard,
+                meta,
+                processing,
+                "cpu",
+                backward=backward,
+                max_tokens_per_mb=max_tokens,
+                return_tensors=True,
+            )
+            for shard in split_rows(batch, self.dp_size(job))
+        ]
+
+
+class _Engine:
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.module = module
+
+    def __call__(self, *args: Any, **inputs: Any) -> Any:
+        return self.module(*args, **inputs)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        loss.backward()
+
+    def train(self) -> None:
+        self.module.train()
+
+    def eval(self) -> None:
+        self.module.eval()
+
+
+def _over_ranks(name: str, values: list[float], tokens: list[float]) -> float:
+    """Losses are averaged over ranks, deviations have their largest, everything else is a mean over tokens."""
+    if name.endswith("loss"):
+        return sum(values) / len(values)
+    if name.endswith("_max_deviation"):
+        return max(values)
+    return sum(value * count for value, count in zip(values, tokens, strict=True)) / max(sum(tokens), 1)
