@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 from typing import Any
 
+from .errors import UnsupportedError
 from .server.process import RUN_ID_VARIABLE
 
 FORWARDED_PREFIXES = ("WANDB_", "ARCTIC_")
 OWN_FORWARDED = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "TMPDIR", "LOG_LEVEL")
 PROBE_RESULTS = ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE")
 NEVER_FORWARDED = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ONEAPI_DEVICE_SELECTOR")
+
+
+_EXPANDED_BY_RAY = re.compile(r"\$(\w+|\{[^}]*\})")
 
 
 def runtime_env_vars(cfg: Any, run_id: str) -> dict[str, str]:
@@ -23,6 +28,9 @@ def runtime_env_vars(cfg: Any, run_id: str) -> dict[str, str]:
     Args:
         cfg: the validated SkyRL config.
         run_id: the run's id.
+
+    Raises:
+        UnsupportedError: for a value that Ray would rewrite: it expands ``$NAME`` in environment variables.
     """
     from skyrl.train.utils.utils import prepare_runtime_environment
 
@@ -34,4 +42,10 @@ def runtime_env_vars(cfg: Any, run_id: str) -> dict[str, str]:
     for name in (*PROBE_RESULTS, *NEVER_FORWARDED):
         env_vars.pop(name, None)
     env_vars.update({k: v for k, v in os.environ.items() if k.startswith(FORWARDED_PREFIXES) or k in OWN_FORWARDED})
+    rewritten = [name for name, value in env_vars.items() if _EXPANDED_BY_RAY.search(value)]
+    if rewritten:
+        raise UnsupportedError(
+            f"environment variables {', '.join(sorted(rewritten))} hold a $NAME, which Ray would expand on its way to "
+            "the workers: write the value out, or unset them"
+        )
     return {**env_vars, RUN_ID_VARIABLE: run_id}

@@ -244,6 +244,14 @@ class TestRuntimeEnv:
         assert {name: env_vars.get(name) for name in values} == {**values, "CUDA_VISIBLE_DEVICES": None}
         assert env_vars["ARCTIC_RL_RUN_ID"] == "the-run"
 
+    @pytest.mark.parametrize("value", ["$HOME/x", "a ${HOME}"])
+    def test_a_value_that_ray_would_expand_is_refused(self, monkeypatch, value):
+        monkeypatch.setenv("WANDB_DIR", value)
+        with pytest.raises(UnsupportedError, match="WANDB_DIR"):
+            runtime_env_vars(parse(), "x")
+        monkeypatch.setenv("WANDB_DIR", "costs 5$ | more")
+        assert runtime_env_vars(parse(), "x")["WANDB_DIR"] == "costs 5$ | more"
+
     def test_many_gpus_are_not_probed(self):
         cfg = parse("trainer.placement.policy_num_gpus_per_node=8", "generator.inference_engine.num_engines=8")
         before = dataclasses.asdict(cfg)

@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 
-ODD = """transformers<5; foo>=1 'q' "d" $HOME"""
+ODD = """transformers<5; foo>=1 'q' "d" 5$ |"""
 """A value that a shell would re-read as redirections and several commands."""
 
 ENVIRONMENT = f'''
