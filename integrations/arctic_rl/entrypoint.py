@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import traceback
 import uuid
 from pathlib import Path
 from typing import Any
 
-from .errors import ArcticError
+from .errors import ArcticError, ConfigError
 
 CANCEL_GRACE_S = 40.0
 
@@ -37,25 +38,37 @@ def load_config(arguments: list[str], config_class: type | None = None) -> Any:
         config_class: see ``main``.
 
     Raises:
-        ConfigError: for a setting of ours that is unknown or out of range, or a file that is not there.
-        UnsupportedError: for settings of SkyRL that this backend refuses, all of them at once.
-        AssertionError, ValueError: SkyRL's own checks.
+        ConfigError: with everything that stands against the run, a line each: settings that are unknown, out of range
+            or refused, files that are not there, and the first of SkyRL's own checks that fails.
     """
     from loguru import logger
-    from skyrl.train.utils import validate_cfg
 
-    from .preflight import preflight
+    from .checks import setting_problems
+    from .preflight import preflight_problems
     from .skyrl_config import parse_config
-    from .support import check_supported, without_effect
+    from .support import refusals, without_effect
 
     cfg = parse_config(arguments, config_class)
-    validate_cfg(cfg)
-    check_supported(cfg)
+    problems = [*refusals(cfg), *setting_problems(cfg), *preflight_problems(cfg), *_skyrl_problems(cfg)]
+    problems += [line for line in refusals(cfg) if line not in problems]
+    if problems:
+        raise ConfigError("this run cannot start:\n" + "\n".join(f"- {problem}" for problem in problems))
     ignored = without_effect(cfg)
     if ignored:
         logger.warning("settings without effect on this backend:\n" + "\n".join(f"- {line}" for line in ignored))
-    preflight(cfg)
     return cfg
+
+
+def _skyrl_problems(cfg: Any) -> list[str]:
+    """The first of SkyRL's own checks that fails, as a line; ``validate_cfg`` also rewrites some settings."""
+    from skyrl.train.utils import validate_cfg
+
+    try:
+        validate_cfg(cfg)
+    except (AssertionError, ValueError, NotImplementedError, ArithmeticError) as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        return [f"SkyRL's own check: {error or frame.line} ({type(error).__name__} in {frame.name})"]
+    return []
 
 
 def run(cfg: Any, experiment_class: type | None = None) -> None:
@@ -76,6 +89,8 @@ def run(cfg: Any, experiment_class: type | None = None) -> None:
         check_placement(cfg)
         task = ray.remote(num_cpus=1, max_retries=0)(experiment).remote(cfg, run_id, env_vars, experiment_class)
         _await_task(task)
+    except KeyboardInterrupt:
+        raise ArcticError("interrupted: the run was stopped and its workers with it") from None
     finally:
         if started_ray:
             ray.shutdown()
@@ -91,7 +106,20 @@ def experiment(cfg: Any, run_id: str, env_vars: dict[str, str], experiment_class
     from .experiment import ArcticExpMixin
 
     composed = with_mixin(ArcticExpMixin, experiment_class or BasePPOExp)
-    composed(cfg, run_id=run_id, env_vars=env_vars).run()
+    try:
+        composed(cfg, run_id=run_id, env_vars=env_vars).run()
+    finally:
+        _release_semaphores()
+
+
+def _release_semaphores() -> None:
+    """Remove what multiprocessing keeps in shared memory for this process: Ray ends it without a chance to do so."""
+    from multiprocessing import resource_tracker
+
+    from loguru import logger
+
+    logger.remove()
+    resource_tracker._resource_tracker._stop()
 
 
 def initialize_ray(cfg: Any, run_id: str) -> dict[str, str]:

@@ -89,10 +89,12 @@ class ArcticExpMixin:
 
     def get_inference_client(self) -> Any:
         """The backend's engines behind SkyRL's interface, in place of its HTTP servers."""
+        from skyrl.backends.skyrl_train.inference_servers.utils import resolve_policy_model_name
+
         return ArcticInferenceClient(
             SamplingClient(self._arctic_backend, self._arctic_loop),
             tokenizer=self.tokenizer,
-            model_name=self.cfg.trainer.policy.model.path,
+            model_name=resolve_policy_model_name(self.cfg),
             num_engines=self.cfg.generator.inference_engine.num_engines,
             tensor_parallel_size=self.cfg.generator.inference_engine.tensor_parallel_size,
         )

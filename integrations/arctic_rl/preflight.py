@@ -7,29 +7,24 @@ from pathlib import Path
 from typing import Any
 
 from .errors import ConfigError
+from .prompt_dataset import check_data_files
 
 LATEST_CHECKPOINT = "latest_ckpt_global_step.txt"
 WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
 
 
-def preflight(cfg: Any) -> None:
-    """Check files, model folders and leftovers that a recipe names.
-
-    Raises:
-        ConfigError: with every problem found.
-    """
-    problems = [*_data_problems(cfg), *_model_problems(cfg), *_checkpoint_problems(cfg)]
-    if problems:
-        raise ConfigError("this run cannot start:\n" + "\n".join(f"- {problem}" for problem in problems))
+def preflight_problems(cfg: Any) -> list[str]:
+    """What is wrong with the files, model folders and leftovers that a recipe names, a line each."""
+    return [*_data_problems(cfg), *_model_problems(cfg), *_checkpoint_problems(cfg)]
 
 
 def _data_problems(cfg: Any) -> Iterator[str]:
     names = ["train_data", "val_data"] if cfg.trainer.eval_interval > 0 else ["train_data"]
     for name in names:
-        for source in vars(cfg.data)[name]:
-            path = Path(source)
-            if path.suffix in (".parquet", ".json", ".jsonl") and not path.is_file():
-                yield f"data.{name}: there is no file {source}"
+        try:
+            check_data_files(vars(cfg.data)[name], setting=f"data.{name}")
+        except ConfigError as error:
+            yield str(error)
 
 
 def _model_problems(cfg: Any) -> Iterator[str]:
@@ -37,7 +32,7 @@ def _model_problems(cfg: Any) -> Iterator[str]:
     uses_reference = trainer.algorithm.use_kl_loss or trainer.algorithm.use_kl_in_reward
     for role in ["policy", "ref"] if uses_reference else ["policy"]:
         path = vars(trainer)[role].model.path
-        folder = Path(path)
+        folder = Path(path).expanduser()
         setting = f"trainer.{role}.model.path={path}"
         if not folder.exists():
             if path.startswith((".", "/", "~")) or path.count("/") > 1:

@@ -78,7 +78,11 @@ def _training_spec(cfg: Any, role: str, threads: int) -> TrainingSpec:
 
 def _sampling_spec(cfg: Any) -> SamplingSpec:
     engine = cfg.generator.inference_engine
-    kwargs = {"block_size": CPU_BLOCK_SIZE, **engine.engine_init_kwargs}
+    kwargs = {
+        "block_size": CPU_BLOCK_SIZE,
+        "enable_chunked_prefill": engine.enable_chunked_prefill,
+        **engine.engine_init_kwargs,
+    }
     return SamplingSpec(
         model_path=cfg.trainer.policy.model.path,
         dtype=_dtype("generator.inference_engine.model_dtype", engine.model_dtype),

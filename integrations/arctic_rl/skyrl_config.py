@@ -12,6 +12,9 @@ from skyrl_arctic_rl.envs.bird.config import BirdEnvConfig, BirdSettingError
 from .config import ArcticRLConfig, check_setting_names, nearest
 from .errors import ConfigError
 
+SKYRL_DATALOADER_WORKERS = 8
+"""What SkyRL makes of an unset ``data.dataloader.num_workers``; each of them would import the whole stack."""
+
 OVERRIDE_KEY = "trainer.override_entrypoint="
 OWN_ENV_IDS = ("bird", "bird_sql")
 
@@ -98,7 +101,7 @@ def parse_config(arguments: list[str], config_class: type[SkyRLTrainConfig] | No
     Raises:
         ConfigError: for an unknown or out-of-range name below ``trainer.arctic_rl``, and an out-of-range value below
             ``environment.skyrl_gym.bird`` or ``bird_sql``.
-        ValueError: SkyRL's own message for one of its settings, with the nearest known name added.
+        ConfigError: SkyRL's own message for one of its settings, with the nearest known name added.
     """
     config_class = ArcticSkyRLTrainConfig if config_class is None else with_arctic_settings(config_class)
     overrides = [argument for argument in arguments if not argument.startswith(OVERRIDE_KEY)]
@@ -110,9 +113,11 @@ def parse_config(arguments: list[str], config_class: type[SkyRLTrainConfig] | No
     except BirdSettingError as error:
         raise ConfigError(f"environment.skyrl_gym: {error}") from error
     except ValueError as error:
-        raise ValueError(f"{error}{_nearest_hint(str(error), overrides, config_class)}") from error
-    if not any(override.startswith("data.dataloader.num_workers=") for override in overrides):
-        cfg.data.dataloader.num_workers = 0
+        raise ConfigError(f"{error}{_nearest_hint(str(error), overrides, config_class)}") from error
+    dataloader = cfg.data.dataloader
+    chosen = any(override.lstrip("+").startswith("data.dataloader.num_workers=") for override in overrides)
+    if not chosen and not dataloader.persistent_workers and dataloader.num_workers == SKYRL_DATALOADER_WORKERS:
+        dataloader.num_workers = 0
     return cfg
 
 

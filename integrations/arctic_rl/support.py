@@ -61,6 +61,41 @@ def _algorithm(cfg: Any) -> Iterator[str]:
         )
 
 
+STRATEGIES = ("fsdp", "fsdp2", "megatron")
+
+
+def _strategy(cfg: Any) -> Iterator[str]:
+    if cfg.trainer.strategy not in STRATEGIES:
+        yield _refusal(
+            "trainer.strategy", cfg.trainer.strategy, "SkyRL has no such strategy", f"write {STRATEGIES[0]}"
+        )
+    for role in ("policy", "ref"):
+        precision = vars(cfg.trainer)[role].fsdp_config.mixed_precision
+        if precision is not None:
+            yield _refusal(
+                f"trainer.{role}.fsdp_config.mixed_precision",
+                precision,
+                "it would change what is computed",
+                "leave it at null and choose with trainer.bf16",
+            )
+        if cfg.trainer.strategy != "megatron":
+            continue
+        megatron = vars(cfg.trainer)[role].megatron_config
+        for name in ("freeze_moe_router", "freeze_dsa_indexer", "fp8", "fp8_param", "model_config_kwargs"):
+            value = vars(megatron)[name]
+            if value:
+                yield _refusal(
+                    f"trainer.{role}.megatron_config.{name}", value, "it would change what is trained", "leave it out"
+                )
+    if cfg.generator.inference_engine.backend != "vllm":
+        yield _refusal(
+            "generator.inference_engine.backend",
+            cfg.generator.inference_engine.backend,
+            "engines are vLLM's",
+            "write vllm",
+        )
+
+
 def _model(cfg: Any) -> Iterator[str]:
     for role in ("policy", "ref"):
         model = vars(cfg.trainer)[role]
@@ -179,7 +214,7 @@ def _run_control(cfg: Any) -> Iterator[str]:
             )
 
 
-RULES: tuple[Rule, ...] = (_algorithm, _model, _rollouts, _run_control)
+RULES: tuple[Rule, ...] = (_algorithm, _strategy, _model, _rollouts, _run_control)
 
 
 def refusals(cfg: Any) -> list[str]:
@@ -202,14 +237,41 @@ def check_supported(cfg: Any) -> None:
         raise UnsupportedError("the Arctic RL backend refuses this recipe:\n" + "\n".join(f"- {x}" for x in lines))
 
 
+WITHOUT_EFFECT: tuple[tuple[str, object, str], ...] = (
+    ("trainer.use_expandable_segments", True, "CUDA only"),
+    ("trainer.logprobs_chunk_size", 1024, "log-probs are taken in chunks of the server's own size"),
+    ("trainer.vocab_entropy_chunk_size", 0, "Megatron only"),
+    ("trainer.vocab_entropy_chunk_memory_mb", 512, "Megatron only"),
+    ("trainer.policy.use_torch_compile", False, "nothing is compiled"),
+    ("trainer.policy.record_memory", False, "CUDA only"),
+    ("trainer.policy.fsdp_config.reshard_after_forward", True, "FSDP only"),
+    ("trainer.policy.fsdp_config.fsdp_size", -1, "FSDP only"),
+    ("trainer.policy.fsdp_config.cpu_offload", False, "FSDP only"),
+    ("trainer.ref.fsdp_config.cpu_offload", False, "FSDP only"),
+    ("trainer.policy.optimizer_config.offload_after_step", True, "nothing is offloaded on CPUs"),
+    ("trainer.placement.colocate_policy_ref", True, "processes on CPUs share what they run on"),
+    ("generator.inference_engine.gpu_memory_utilization", 0.8, "GPUs only"),
+    ("generator.inference_engine.distributed_executor_backend", "ray", "an engine is one process"),
+    ("generator.inference_engine.vllm_v1_disable_multiproc", True, "SkyRL itself does not read it"),
+    ("generator.inference_engine.weight_transfer_threshold_cuda_ipc_GB", 1.0, "GPUs only"),
+    ("generator.inference_engine.use_expandable_segments", False, "CUDA only"),
+    ("generator.inference_engine.router_init_kwargs", {}, "there is no router"),
+)
+"""Settings that change nothing here, with SkyRL's defaults and the reason."""
+
+
+def _value(cfg: Any, setting: str) -> Any:
+    for name in setting.split("."):
+        cfg = vars(cfg)[name]
+    return cfg
+
+
 def without_effect(cfg: Any) -> list[str]:
     """Settings away from SkyRL's defaults that change nothing here, a line each."""
     trainer, engine = cfg.trainer, cfg.generator.inference_engine
     lines = []
     if trainer.strategy == "megatron":
         lines.append("trainer.strategy=megatron and its parallel sizes: DeepSpeed ZeRO shards the model instead")
-    if trainer.policy.fsdp_config.cpu_offload:
-        lines.append("trainer.policy.fsdp_config.cpu_offload: FSDP only")
     if not trainer.flash_attn:
         lines.append("trainer.flash_attn=false: on CPUs attention always runs segment by segment")
     if not trainer.remove_microbatch_padding:
@@ -218,8 +280,7 @@ def without_effect(cfg: Any) -> list[str]:
         lines.append(
             f"generator.inference_engine.weight_sync_backend={engine.weight_sync_backend}: shared memory is used"
         )
-    if trainer.use_expandable_segments is False:
-        lines.append("trainer.use_expandable_segments=false: CUDA only")
+    lines += [f"{setting}: {why}" for setting, default, why in WITHOUT_EFFECT if _value(cfg, setting) != default]
     threads = cfg.environment.skyrl_gym.max_env_workers
     if threads != SKYRL_MAX_ENV_WORKERS:
         lines.append(

@@ -1,5 +1,6 @@
 """Real recipes through SkyRL's own entry module: Ray, DeepSpeed, vLLM and the scoring pool, all of them real."""
 
+import os
 import signal
 import time
 
@@ -9,6 +10,8 @@ from recipes import left_over, read_lines, run_processes, settings, start, wait_
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 STOP_LIMIT_S = 3 * 30.0
+OURS = ("sem.mp-", "arctic-rl-")
+"""Names in shared memory: semaphores of Python's multiprocessing, and the folder of a run's weights."""
 
 
 def finish(process, folder, limit_s):
@@ -36,6 +39,7 @@ def test_two_ranks_two_engines_and_a_reference_model_from_a_folder_of_decoys(tmp
         "trainer.ckpt_interval": 2,
         "trainer.eval_interval": 2,
     }
+    shared_memory = set(os.listdir("/dev/shm"))
     process = start(tmp_path, settings(tmp_path, changes), "skyrl_arctic_rl.entrypoint")
     try:
         wait_for_steps(tmp_path, process, 1)
@@ -45,6 +49,7 @@ def test_two_ranks_two_engines_and_a_reference_model_from_a_folder_of_decoys(tmp
         process.kill()
     assert process.returncode == 0, output[-4000:]
     assert left_over(processes) == []
+    assert not {name for name in set(os.listdir("/dev/shm")) - shared_memory if name.startswith(OURS)}
 
     logs = [line for line in read_lines(tmp_path / "logs" / "metrics.jsonl") if "policy/final_loss" in line]
     assert [line["trainer/global_step"] for line in logs] == [1, 2]

@@ -26,6 +26,7 @@ from .sharding import join_rows, split_rows
 logger = logging.getLogger(__name__)
 
 DEATH_GRACE_S = 5.0
+RUN_DIRECTORY_PREFIX = "arctic-rl-"
 
 
 class BuiltinBackend(RemoteBackend):
@@ -313,6 +314,15 @@ def describe_cluster() -> ClusterDescription:
 
 
 def run_directory(run_id: str) -> str:
-    """A fresh folder in shared memory, or in the temporary folder where there is none."""
-    base = "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
-    return tempfile.mkdtemp(prefix=f"arctic-rl-{run_id}-", dir=base)
+    """A fresh folder in shared memory, or in the temporary folder where there is none.
+
+    Its name holds this process's id; folders whose process is gone, left by a run that was killed, are removed.
+    """
+    import psutil
+
+    base = Path("/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir())
+    for folder in base.glob(f"{RUN_DIRECTORY_PREFIX}*"):
+        owner = folder.name.removeprefix(RUN_DIRECTORY_PREFIX).split("-", 1)[0]
+        if owner.isdigit() and not psutil.pid_exists(int(owner)):
+            shutil.rmtree(folder, ignore_errors=True)
+    return tempfile.mkdtemp(prefix=f"{RUN_DIRECTORY_PREFIX}{os.getpid()}-{run_id}-", dir=base)

@@ -30,8 +30,8 @@ def register(name: str) -> Callable[[Loader], Loader]:
     return add
 
 
-def get(name: str) -> type[RemoteBackend]:
-    """The backend class of a name, loaded once.
+def check_name(name: str) -> None:
+    """Refuse an unknown backend without loading a known one.
 
     Raises:
         ConfigError: for an unknown name, with the known ones.
@@ -41,6 +41,15 @@ def get(name: str) -> type[RemoteBackend]:
             f"trainer.arctic_rl.backend={name!r} is not registered: {nearest(name, _LOADERS)} "
             "(register your own with integrations.arctic_rl.backends.registry.register)"
         )
+
+
+def get(name: str) -> type[RemoteBackend]:
+    """The backend class of a name, loaded once.
+
+    Raises:
+        ConfigError: see ``check_name``.
+    """
+    check_name(name)
     return _load(name)
 
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import socket
 import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import psutil
 
 RUN_ID_VARIABLE = "ARCTIC_RL_RUN_ID"
+TRACKER_GRACE_S = 3.0
 
 
 def redirect_output(log_file: str) -> None:
@@ -61,6 +67,9 @@ def log_tail(log_file: str, lines: int = 15) -> str:
 def kill_run(run_id: str, *, spare: set[int] | None = None) -> list[int]:
     """Kill every process on this node that carries the run's id in its environment.
 
+    Python's resource trackers come last: each gets a moment to end by itself once its owner is gone, since it removes
+    the semaphores that the owner left behind.
+
     Args:
         run_id: value of ``ARCTIC_RL_RUN_ID`` of the run's workers.
         spare: process ids to leave alone, next to this process.
@@ -71,13 +80,24 @@ def kill_run(run_id: str, *, spare: set[int] | None = None) -> list[int]:
     import psutil
 
     spare = {os.getpid(), *(spare or ())}
-    victims = []
+    workers, trackers = [], []
     for process in psutil.process_iter():
         try:
             if process.pid not in spare and process.environ().get(RUN_ID_VARIABLE) == run_id:
-                process.kill()
-                victims.append(process)
+                tracker = any("resource_tracker" in part for part in process.cmdline())
+                (trackers if tracker else workers).append(process)
         except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
             continue
-    psutil.wait_procs(victims, timeout=5)
-    return [process.pid for process in victims]
+    _kill(workers)
+    _, stuck = psutil.wait_procs(trackers, timeout=TRACKER_GRACE_S)
+    _kill(stuck)
+    return [process.pid for process in [*workers, *stuck]]
+
+
+def _kill(processes: list[psutil.Process]) -> None:
+    import psutil
+
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(processes, timeout=5)

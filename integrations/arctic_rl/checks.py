@@ -1,0 +1,108 @@
+"""Settings whose values cannot work, found by building everything that can be built without starting anything."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from typing import Any
+
+from .backends import registry
+from .config import PREFIX
+from .loss_config import actor_config
+from .sampling_params import to_vllm_kwargs
+from .server_config import server_config
+
+
+def setting_problems(cfg: Any) -> list[str]:
+    """Every setting that would fail later, a line each.
+
+    Args:
+        cfg: a ``SkyRLTrainConfig`` with ``trainer.arctic_rl``.
+    """
+    return [
+        line for check in (_backend, _modules, _counts, _optimizer, _sampling, _server, _loss) for line in check(cfg)
+    ]
+
+
+def _failure(function: Callable[[], Any]) -> Iterator[str]:
+    try:
+        function()
+    except (ValueError, TypeError, IndexError) as error:
+        yield from str(error).splitlines()
+
+
+def _backend(cfg: Any) -> Iterator[str]:
+    yield from _failure(lambda: registry.check_name(cfg.trainer.arctic_rl.backend))
+
+
+def _modules(cfg: Any) -> Iterator[str]:
+    for name in ("env_modules", "processor_modules"):
+        for module in vars(cfg.trainer.arctic_rl)[name]:
+            try:
+                found = find_spec(module) is not None
+            except (ImportError, ValueError):
+                found = False
+            if not found:
+                yield f"{PREFIX}.{name}: there is no module {module!r}: install it, or start the run in its folder"
+
+
+def _counts(cfg: Any) -> Iterator[str]:
+    trainer = cfg.trainer
+    counts = {
+        "trainer.epochs": trainer.epochs,
+        "trainer.update_epochs_per_batch": trainer.update_epochs_per_batch,
+        "trainer.placement.policy_num_nodes": trainer.placement.policy_num_nodes,
+        "trainer.placement.policy_num_gpus_per_node": trainer.placement.policy_num_gpus_per_node,
+        "generator.n_samples_per_prompt": cfg.generator.n_samples_per_prompt,
+        "generator.inference_engine.num_engines": cfg.generator.inference_engine.num_engines,
+    }
+    for setting, value in counts.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            yield f"{setting}={value!r} must be a whole number of at least 1"
+
+
+def _optimizer(cfg: Any) -> Iterator[str]:
+    from transformers import SchedulerType
+
+    prefix = "trainer.policy.optimizer_config"
+    optimizer = cfg.trainer.policy.optimizer_config
+    for name in ("lr", "weight_decay", "max_grad_norm"):
+        value = vars(optimizer)[name]
+        if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+            yield f"{prefix}.{name}={value!r} must be a number of at least 0"
+    betas = list(optimizer.adam_betas)
+    if len(betas) != 2 or not all(isinstance(beta, int | float) and 0 <= beta < 1 for beta in betas):
+        yield f"{prefix}.adam_betas={betas} must be two numbers from 0 to below 1"
+    warmup = optimizer.num_warmup_steps
+    if isinstance(warmup, bool) or not isinstance(warmup, int) or warmup < 0:
+        yield f"{prefix}.num_warmup_steps={warmup!r} must be a whole number of optimizer steps"
+    schedulers = [scheduler.value for scheduler in SchedulerType]
+    if optimizer.scheduler not in schedulers:
+        yield f"{prefix}.scheduler={optimizer.scheduler!r} is not one of {', '.join(schedulers)}"
+
+
+def _sampling(cfg: Any) -> Iterator[str]:
+    for name in ("sampling_params", "eval_sampling_params"):
+        params = dataclasses.asdict(vars(cfg.generator)[name])
+        for line in _failure(lambda params=params: to_vllm_kwargs(params)):
+            line = line.replace("generator.sampling_params", f"generator.{name}")
+            yield line.replace(".max_tokens=", ".max_generate_length=")
+    temperature = cfg.trainer.algorithm.temperature
+    if not isinstance(temperature, int | float) or temperature <= 0:
+        yield (
+            f"generator.sampling_params.temperature={temperature!r}: training needs sampled rollouts, and their "
+            "log-probs are taken at this temperature: write a number above 0"
+        )
+
+
+def _server(cfg: Any) -> Iterator[str]:
+    if not list(_optimizer(cfg)):
+        yield from _failure(lambda: server_config(cfg, run_id="", env_vars={}))
+
+
+def _loss(cfg: Any) -> Iterator[str]:
+    from .processors.losses import GrpoConfig
+
+    for line in _failure(lambda: GrpoConfig(**actor_config(cfg))):
+        yield f"trainer.algorithm: {line}"

@@ -1,0 +1,58 @@
+import os
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from integrations.arctic_rl.backends import builtin
+from integrations.arctic_rl.server.process import RUN_ID_VARIABLE, kill_run, log_tail
+
+TRACKER = "import time; time.sleep(1.0)  # resource_tracker"
+
+
+def spawn(code, run_id):
+    return subprocess.Popen([sys.executable, "-c", code], env={**os.environ, RUN_ID_VARIABLE: run_id})
+
+
+def test_only_the_runs_own_processes_are_killed():
+    mine, other = spawn("import time; time.sleep(60)", "run-a"), spawn("import time; time.sleep(60)", "run-b")
+    try:
+        time.sleep(0.3)
+        assert kill_run("run-a") == [mine.pid]
+        assert not psutil.pid_exists(mine.pid)
+        assert other.poll() is None
+    finally:
+        other.kill()
+        other.wait()
+
+
+def test_a_resource_tracker_may_end_by_itself():
+    tracker = spawn(TRACKER, "run-c")
+    time.sleep(0.3)
+    assert kill_run("run-c") == []
+    assert not psutil.pid_exists(tracker.pid)
+
+
+def test_a_log_tail_without_a_file_says_so(tmp_path):
+    assert "no log file" in log_tail(str(tmp_path / "none.log"))
+    (tmp_path / "some.log").write_text("\n".join(f"line {i}" for i in range(40)))
+    assert log_tail(str(tmp_path / "some.log"), lines=2) == "line 38\nline 39"
+
+
+@pytest.fixture
+def shared_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(builtin.os, "access", lambda *_: False)
+    monkeypatch.setattr(builtin.tempfile, "gettempdir", lambda: str(tmp_path))
+    return tmp_path
+
+
+def test_folders_of_dead_runs_are_removed_and_others_kept(shared_memory):
+    dead = next(pid for pid in range(300_000, 10**6) if not psutil.pid_exists(pid))
+    for owner in (dead, os.getpid()):
+        (shared_memory / f"{builtin.RUN_DIRECTORY_PREFIX}{owner}-x-y").mkdir()
+    fresh = builtin.run_directory("z")
+    left = sorted(path.name.split("-")[2] for path in shared_memory.iterdir())
+    assert left == [str(os.getpid())] * 2
+    assert os.path.isdir(fresh)
