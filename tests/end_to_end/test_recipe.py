@@ -44,6 +44,7 @@ def test_two_ranks_two_engines_and_a_reference_model_from_a_folder_of_decoys(tmp
     try:
         wait_for_steps(tmp_path, process, 1)
         processes = run_processes(process)
+        trainer_process = worker(processes, "experiment").pid
         output = finish(process, tmp_path, 400)
     finally:
         process.kill()
@@ -57,7 +58,7 @@ def test_two_ranks_two_engines_and_a_reference_model_from_a_folder_of_decoys(tmp
         assert line["policy/rollout_train_logprobs_abs_diff_mean"] < 1e-5
         assert 0 < line["reward/avg_raw_reward"] < 1
         assert line["policy/grad_norm"] > 0
-        assert line["environment/process_id"] > 0
+        assert line["environment/process_id"] not in (0, trainer_process)
         assert line["environment/forwarded"] == 1.0
         assert line["generate/scoring_busy_s"] > 0
     assert logs[0]["policy/policy_kl"] < logs[1]["policy/policy_kl"]
@@ -78,17 +79,21 @@ def test_two_ranks_two_engines_and_a_reference_model_from_a_folder_of_decoys(tmp
 @pytest.mark.parametrize(
     ("actor", "name", "changes"),
     [
-        ("TrainingWorker", "policy-", {"trainer.placement.policy_num_gpus_per_node": 2}),
-        ("SamplingWorker", "sampling-0", {}),
+        (
+            "TrainingWorker",
+            "policy-",
+            {"trainer.placement.policy_num_gpus_per_node": 2, "trainer.arctic_rl.zero_stage": 3},
+        ),
+        ("SamplingWorker", "sampling-0", {"trainer.arctic_rl.zero_stage": 0}),
     ],
-    ids=["training rank of two", "sampling engine"],
+    ids=["training rank of two, ZeRO-3", "sampling engine, ZeRO-0"],
 )
 def test_a_killed_worker_ends_the_run_with_its_name_and_nothing_left(tmp_path, actor, name, changes):
     write_inputs(tmp_path)
     changes = {"trainer.epochs": 500, "trainer.placement.colocate_all": False, **changes}
     process = start(tmp_path, settings(tmp_path, changes))
     try:
-        wait_for_steps(tmp_path, process, 1)
+        wait_for_steps(tmp_path, process, 2)
         processes = run_processes(process)
         worker(processes, actor).kill()
         killed = time.monotonic()
@@ -97,6 +102,8 @@ def test_a_killed_worker_ends_the_run_with_its_name_and_nothing_left(tmp_path, a
     finally:
         process.kill()
     assert process.returncode not in (0, None)
+    for line in read_lines(tmp_path / "logs" / "metrics.jsonl"):
+        assert line["policy/rollout_train_logprobs_abs_diff_mean"] < 1e-5
     assert f"worker {name}" in output and "died" in output
     assert "last log lines" in output
     assert left_over(processes) == []
