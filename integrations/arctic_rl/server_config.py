@@ -23,7 +23,7 @@ def server_config(cfg: Any, *, run_id: str, env_vars: dict[str, str]) -> ServerC
     """Translate a recipe.
 
     Args:
-        cfg: the SkyRL config after ``validate_cfg`` and ``support.check_supported``.
+        cfg: the SkyRL config; what ``support.refusals`` names is not translated.
         run_id: marks the processes of this run.
         env_vars: environment variables for every worker.
 

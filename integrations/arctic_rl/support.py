@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from .errors import UnsupportedError
-
 Rule = Callable[[Any], Iterator[str]]
 
 SUPPORTED_POLICY_LOSSES = ("regular", "dual_clip")
@@ -221,20 +219,9 @@ def refusals(cfg: Any) -> list[str]:
     """Every setting of a SkyRL config that this backend refuses, a line each.
 
     Args:
-        cfg: a ``SkyRLTrainConfig`` after SkyRL's own ``validate_cfg``.
+        cfg: a ``SkyRLTrainConfig``; SkyRL's own ``validate_cfg`` rewrites some settings, so ask before and after it.
     """
     return [line for rule in RULES for line in rule(cfg)]
-
-
-def check_supported(cfg: Any) -> None:
-    """Raise when a recipe asks for what is not there.
-
-    Raises:
-        UnsupportedError: with all refusals, a line each.
-    """
-    lines = refusals(cfg)
-    if lines:
-        raise UnsupportedError("the Arctic RL backend refuses this recipe:\n" + "\n".join(f"- {x}" for x in lines))
 
 
 WITHOUT_EFFECT: tuple[tuple[str, object, str], ...] = (
