@@ -9,7 +9,7 @@ from typing import Any
 
 from .backends import registry
 from .config import PREFIX
-from .loss_config import actor_config
+from .loss_config import loss_request
 from .sampling_params import to_vllm_kwargs
 from .server_config import server_config
 
@@ -20,9 +20,8 @@ def setting_problems(cfg: Any) -> list[str]:
     Args:
         cfg: a ``SkyRLTrainConfig`` with ``trainer.arctic_rl``.
     """
-    return [
-        line for check in (_backend, _modules, _counts, _optimizer, _sampling, _server, _loss) for line in check(cfg)
-    ]
+    checks = (_backend, _modules, _counts, _optimizer, _sampling, _server, _loss, _own_loss)
+    return [line for check in checks for line in check(cfg)]
 
 
 def _failure(function: Callable[[], Any]) -> Iterator[str]:
@@ -39,12 +38,15 @@ def _backend(cfg: Any) -> Iterator[str]:
 def _modules(cfg: Any) -> Iterator[str]:
     for name in ("env_modules", "processor_modules"):
         for module in vars(cfg.trainer.arctic_rl)[name]:
-            try:
-                found = find_spec(module) is not None
-            except (ImportError, ValueError):
-                found = False
-            if not found:
+            if not _module_exists(module):
                 yield f"{PREFIX}.{name}: there is no module {module!r}: install it, or start the run in its folder"
+
+
+def _module_exists(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False
 
 
 def _counts(cfg: Any) -> Iterator[str]:
@@ -103,6 +105,37 @@ def _server(cfg: Any) -> Iterator[str]:
 
 def _loss(cfg: Any) -> Iterator[str]:
     from .processors.losses import GrpoConfig
+    from .processors.regularizers import RegularizedConfig
 
-    for line in _failure(lambda: GrpoConfig(**actor_config(cfg))):
+    processing, _ = loss_request(cfg)
+    kind = GrpoConfig if processing["loss_fn"] == "grpo" else RegularizedConfig
+    for line in _failure(lambda: kind(**processing["config"])):
         yield f"trainer.algorithm: {line}"
+
+
+_TAKES_THE_REDUCTION_ITSELF = ("grpo", "verl_grpo", "regularized")
+
+
+def _own_loss(cfg: Any) -> Iterator[str]:
+    arctic, policy_loss = cfg.trainer.arctic_rl, cfg.trainer.algorithm.policy_loss_type
+    name = arctic.loss_fn
+    if name is None:
+        if arctic.loss_config:
+            yield f"{PREFIX}.loss_config={arctic.loss_config}: there is no {PREFIX}.loss_fn that would read it"
+        return
+    if policy_loss != "regular":
+        yield (
+            f"{PREFIX}.loss_fn={name!r} and trainer.algorithm.policy_loss_type={policy_loss!r} both name the policy "
+            "loss: leave one of them out"
+        )
+    if name in _TAKES_THE_REDUCTION_ITSELF:
+        yield (
+            f"{PREFIX}.loss_fn={name!r} would reduce advantages that SkyRL has reduced already: leave it out and "
+            "write trainer.algorithm.policy_loss_type=regular or dual_clip"
+        )
+    elif "." in name:
+        module = name.rpartition(".")[0]
+        if not _module_exists(module):
+            yield (
+                f"{PREFIX}.loss_fn={name!r}: there is no module {module!r}: install it, or start the run in its folder"
+            )

@@ -37,6 +37,20 @@ class ArcticRLConfig:
     """Modules that register gym environments; imported in every process that makes or runs environments."""
     processor_modules: list[str] = field(default_factory=list)
     """Modules that register post-processors or losses; imported in every training worker."""
+    loss_fn: str | None = None
+    """Name or dotted path of a loss of your own, run in place of trainer.algorithm.policy_loss_type; the KL and
+    entropy terms stay those of trainer.algorithm. None = the recipe's policy loss."""
+    loss_config: dict[str, Any] = field(default_factory=dict)
+    """Handed to that loss as its ``config``."""
+    logits_optimization: Literal["none", "compute", "memory"] | None = None
+    """How log-probs come from the last layer: none = all logits at once, compute = chunks of existing logits, memory =
+    chunks of logits from hidden states; None = memory where the model has a linear LM head, else compute."""
+    logits_optimization_peak_mem_size_in_gib: float | None = None
+    """GiB that a chunk's float32 buffers may take; None = 1 on GPUs, room for 192 tokens on CPUs."""
+    logits_compute_in_fp32: bool = True
+    """Softmax in float32 whatever the model's dtype; false = in the logits' dtype (bfloat16: off by up to 0.1 nat)."""
+    logits_compute_from_fp32_inputs: bool = False
+    """Multiply float32 copies of hidden states and LM head, so that logits are float32 too."""
     scoring_workers: int | None = None
     """Processes that run environment calls; None = the cores of the machine, at most 8."""
     scoring_time_limit_s: float = 30.0
@@ -61,6 +75,7 @@ _RANGES: dict[str, tuple[float, float | None]] = {
     "max_cpu_workers": (2, 64),
     "cpu_threads": (1, 1024),
     "cpu_kv_cache_gib": (0.01, None),
+    "logits_optimization_peak_mem_size_in_gib": (1e-6, None),
     "scoring_workers": (1, 1024),
     "scoring_time_limit_s": (0.1, None),
     "scoring_memory_limit_mb": (256, None),
@@ -76,6 +91,8 @@ def _matches(value: Any, hint: Any) -> bool:
         return any(value == choice and type(value) is type(choice) for choice in get_args(hint))
     if origin is list:
         return isinstance(value, list) and all(_matches(item, get_args(hint)[0]) for item in value)
+    if origin is dict:
+        return isinstance(value, dict) and all(isinstance(key, str) for key in value)
     if origin is not None:
         return any(_matches(value, option) for option in get_args(hint))
     if isinstance(value, bool):
@@ -90,6 +107,8 @@ def _describe(hint: Any) -> str:
         return "one of " + ", ".join(str(choice) for choice in get_args(hint))
     if get_origin(hint) is list:
         return "a list of " + _describe(get_args(hint)[0])
+    if get_origin(hint) is dict:
+        return "a mapping of names to values"
     if get_origin(hint) is not None:
         return " or ".join(_describe(option) for option in get_args(hint))
     return {int: "a whole number", float: "a number", str: "a text", bool: "true or false", type(None): "null"}[hint]
@@ -126,14 +145,16 @@ def check_setting_names(overrides: Iterable[str]) -> None:
     Raises:
         ConfigError: one line for each unknown name, with the nearest known one.
     """
-    known = {item.name for item in fields(ArcticRLConfig)}
+    hints = typing.get_type_hints(ArcticRLConfig)
+    known = set(hints)
     problems = []
     for override in overrides:
         key = override.split("=", 1)[0].lstrip("+")
         if not key.startswith(f"{PREFIX}."):
             continue
         name = key.removeprefix(f"{PREFIX}.")
-        if name not in known:
+        mapping, _, inner = name.partition(".")
+        if name not in known and not (inner and get_origin(hints.get(mapping)) is dict):
             problems.append(f"{key} is not a setting of the Arctic RL backend: {nearest(name, known)}")
     if problems:
         raise ConfigError("\n".join(problems))

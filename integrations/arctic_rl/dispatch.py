@@ -15,7 +15,7 @@ from .backends.base import RemoteBackend
 from .backends.loop_thread import LoopThread
 from .errors import UnsupportedError
 from .layout import repack_to_verl, response_to_skyrl
-from .loss_config import actor_config, skyrl_metrics
+from .loss_config import logits_meta, loss_request, skyrl_metrics
 from .step_log import STEP_LOG_NAME, StepLog
 
 StagedMiniBatch = TrainingInputBatch
@@ -43,7 +43,8 @@ class ArcticDispatch:
         self._loop = loop
         self._pad_token_id = pad_token_id
         self._inference_client = inference_client
-        self._actor_config = actor_config(cfg)
+        self._processing, self._loss_meta = loss_request(cfg)
+        self._logits_meta = logits_meta(cfg)
         self._step_log = StepLog(Path(cfg.trainer.log_path) / STEP_LOG_NAME)
         self._last_weight_sync_s: float | None = None
         self._uses_reference = cfg.trainer.algorithm.use_kl_loss or cfg.trainer.algorithm.use_kl_in_reward
@@ -131,8 +132,7 @@ class ArcticDispatch:
         if "base_action_log_probs" in batch:
             batch["ref_log_prob"] = batch.pop("base_action_log_probs")
         meta = self._meta(model, batch, rows, "micro_train_batch_size_per_gpu")
-        processing = {"loss_fn": "grpo", "config": self._actor_config}
-        result = self._loop.run(self._backend.fwd_bwd(batch, meta, processing))
+        result = self._loop.run(self._backend.fwd_bwd(batch, meta | self._loss_meta, self._processing))
         self._step_log.mini_batch(result, num_tokens=meta["batch_num_tokens"], num_rows=meta["global_batch_size"])
         metrics = skyrl_metrics(self._cfg, result, response_length=batch["responses"].shape[1])
         return WorkerOutput(metrics=metrics)
@@ -291,6 +291,7 @@ class ArcticDispatch:
             "global_batch_size": rows,
             "dp_size": self._backend.dp_size(model),
             "calculate_entropy": True,
+            **self._logits_meta,
         }
 
 

@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
+
+KL_AND_ENTROPY = (
+    "entropy_coeff",
+    "entropy_agg_mode",
+    "use_kl_loss",
+    "kl_loss_coef",
+    "kl_loss_type",
+    "kl_loss_agg_mode",
+)
+"""Settings of ``actor_config`` that hold around any policy loss."""
 
 
 def actor_config(cfg: Any) -> dict[str, Any]:
@@ -31,6 +42,27 @@ def actor_config(cfg: Any) -> dict[str, Any]:
     }
 
 
+def loss_request(cfg: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The pipeline's ``processing`` of an update, and what it adds to ``meta``.
+
+    A loss of the user's (``trainer.arctic_rl.loss_fn``) is run inside ``regularized`` and finds the recipe's
+    ``trainer.algorithm``, under SkyRL's names, in ``meta["algorithm"]``.
+    """
+    arctic = cfg.trainer.arctic_rl
+    settings = actor_config(cfg)
+    if arctic.loss_fn is None:
+        return {"loss_fn": "grpo", "config": settings}, {}
+    config = {name: settings[name] for name in KL_AND_ENTROPY}
+    config |= {"policy_loss": arctic.loss_fn, "policy_loss_config": dict(arctic.loss_config)}
+    return {"loss_fn": "regularized", "config": config}, {"algorithm": dataclasses.asdict(cfg.trainer.algorithm)}
+
+
+def logits_meta(cfg: Any) -> dict[str, Any]:
+    """The ``logits_*`` settings of every pass, as ``meta`` names them; unset ones are left out."""
+    values = {item: value for item, value in vars(cfg.trainer.arctic_rl).items() if item.startswith("logits_")}
+    return {item: value for item, value in values.items() if value is not None}
+
+
 def skyrl_metrics(cfg: Any, result: dict[str, Any], *, response_length: int) -> dict[str, float]:
     """What SkyRL's policy worker reports for a mini-batch, from the pipeline's result.
 
@@ -46,11 +78,16 @@ def skyrl_metrics(cfg: Any, result: dict[str, Any], *, response_length: int) -> 
         "policy_entropy": metrics["entropy"],
         "policy_lr": result["lr"],
         "response_length": response_length,
-        "loss_metrics/clip_ratio": metrics["pg_clipfrac"],
-        "loss_metrics/clip_ratio_lower": metrics["pg_clipfrac_lower"],
-        "loss_metrics/ppo_kl": metrics["ppo_kl"],
-        "loss_metrics/ratio_deviation_max": metrics["ratio_max_deviation"],
     }
+    of_loss = metrics.keys() - {"pg_loss", "entropy", "kl_loss"}
+    named |= {f"loss_metrics/{_SKYRL_NAMES.get(name, name)}": metrics[name] for name in sorted(of_loss)}
     if cfg.trainer.algorithm.use_kl_loss:
         named["policy_kl"] = metrics["kl_loss"]
     return named
+
+
+_SKYRL_NAMES = {
+    "pg_clipfrac": "clip_ratio",
+    "pg_clipfrac_lower": "clip_ratio_lower",
+    "ratio_max_deviation": "ratio_deviation_max",
+}

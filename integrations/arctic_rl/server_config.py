@@ -73,6 +73,7 @@ def _training_spec(cfg: Any, role: str, threads: int) -> TrainingSpec:
         device="cpu",
         threads=threads,
         processor_modules=tuple(trainer.arctic_rl.processor_modules),
+        loss_fn=trainer.arctic_rl.loss_fn,
     )
 
 

@@ -25,6 +25,10 @@ def test_defaults_are_valid_and_need_no_argument():
         ("env_modules", [1], "a list of a text"),
         ("scoring_time_limit_s", 0, "at least 0.1"),
         ("backend", None, "a text"),
+        ("loss_fn", 3, "a text or null"),
+        ("loss_config", [1], "a mapping of names to values"),
+        ("logits_optimization", "chunked", "one of none, compute, memory"),
+        ("logits_optimization_peak_mem_size_in_gib", 0, "at least 1e-06"),
     ],
 )
 def test_a_bad_value_is_refused_by_name(name, value, said):
@@ -43,7 +47,9 @@ def test_all_problems_are_reported_at_once():
 def test_unknown_names_are_refused_with_the_nearest():
     with pytest.raises(ConfigError, match="did you mean 'zero_stage'"):
         check_setting_names(["trainer.epochs=1", "trainer.arctic_rl.zero_stge=2"])
-    check_setting_names(["trainer.arctic_rl.zero_stage=2", "trainer.arctic=1"])
+    check_setting_names(["trainer.arctic_rl.zero_stage=2", "trainer.arctic=1", "trainer.arctic_rl.loss_config.a.b=1"])
+    with pytest.raises(ConfigError, match=r"zero_stage\.a"):
+        check_setting_names(["trainer.arctic_rl.zero_stage.a=2"])
 
 
 def test_every_field_is_documented():

@@ -220,10 +220,49 @@ class TestForwardBackward:
             "global_batch_size": 2,
             "dp_size": 2,
             "calculate_entropy": True,
+            "logits_compute_in_fp32": True,
+            "logits_compute_from_fp32_inputs": False,
         }
         assert processing["loss_fn"] == "grpo"
         assert processing["config"]["clip_ratio_low"] == 0.1
         assert processing["config"]["clip_ratio_high"] == 0.3
+
+    def test_how_logits_are_computed_is_said_in_every_pass(self, dispatch_to):
+        backend = InProcessBackend()
+        dispatch = dispatch_to(
+            backend,
+            "trainer.arctic_rl.logits_optimization=compute",
+            "trainer.arctic_rl.logits_optimization_peak_mem_size_in_gib=0.5",
+            "trainer.arctic_rl.logits_compute_in_fp32=false",
+            "trainer.arctic_rl.logits_compute_from_fp32_inputs=true",
+        )
+        dispatch.forward("policy", stated_batch())
+        dispatch.forward_backward("policy", stated_batch())
+        for meta in (backend.arguments("fwd_no_grad")[0][2], backend.arguments("fwd_bwd")[0][1]):
+            assert {name: value for name, value in meta.items() if name.startswith("logits_")} == {
+                "logits_optimization": "compute",
+                "logits_optimization_peak_mem_size_in_gib": 0.5,
+                "logits_compute_in_fp32": False,
+                "logits_compute_from_fp32_inputs": True,
+            }
+
+    def test_a_loss_of_the_users_own_with_the_recipes_terms_around_it(self, dispatch_to):
+        backend = InProcessBackend()
+        dispatch = dispatch_to(
+            backend,
+            "trainer.arctic_rl.loss_fn=tests.arctic_rl.processors.user_module.undecorated",
+            "trainer.arctic_rl.loss_config.alpha=2.5",
+            "trainer.algorithm.kl_loss_coef=0.25",
+            "trainer.algorithm.eps_clip_low=0.125",
+            NO_KL,
+        )
+        dispatch.forward_backward("policy", stated_batch())
+        ((_, meta, processing),) = backend.arguments("fwd_bwd")
+        assert processing["loss_fn"] == "regularized"
+        assert processing["config"]["policy_loss"] == "tests.arctic_rl.processors.user_module.undecorated"
+        assert processing["config"]["policy_loss_config"] == {"alpha": 2.5}
+        assert processing["config"]["kl_loss_coef"] == 0.25
+        assert meta["algorithm"]["eps_clip_low"] == 0.125
 
     def test_the_references_log_probs_go_along_where_there_are_some(self, dispatch_to):
         backend = InProcessBackend()

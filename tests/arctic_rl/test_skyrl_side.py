@@ -183,6 +183,19 @@ class TestChecks:
         lines = setting_problems(parse(f"{setting}={value}"))
         assert any(setting.rsplit(".", 1)[-1] in line for line in lines), lines
 
+    @pytest.mark.parametrize(
+        ("overrides", "said"),
+        [
+            (["trainer.arctic_rl.loss_config.a=1"], "loss_config"),
+            (["trainer.arctic_rl.loss_fn=x", "trainer.algorithm.policy_loss_type=dual_clip"], "both name the policy"),
+            (["trainer.arctic_rl.loss_fn=grpo"], "reduced already"),
+            (["trainer.arctic_rl.loss_fn=no_such_module.loss"], "no module 'no_such_module'"),
+        ],
+    )
+    def test_a_loss_of_the_users_own_that_cannot_be(self, overrides, said):
+        (line,) = setting_problems(parse(*overrides))
+        assert said in line
+
     @pytest.mark.parametrize("setting", ["eps_clip_low=-1", "kl_estimator_type=bogus"])
     def test_a_loss_setting_out_of_range(self, setting):
         assert len(setting_problems(parse(f"trainer.algorithm.{setting}"))) == 1

@@ -1,8 +1,10 @@
 """Real recipes through SkyRL's own entry module: Ray, DeepSpeed, vLLM and the scoring pool, all of them real."""
 
 import os
+import shutil
 import signal
 import time
+from pathlib import Path
 
 import pytest
 from recipes import left_over, read_lines, run_processes, settings, start, wait_for_steps, worker, write_inputs
@@ -74,6 +76,32 @@ def test_two_ranks_two_engines_and_a_reference_model_from_a_folder_of_decoys(tmp
     assert len(list(checkpoint.glob("deepspeed/*optim_states.pt"))) == 2
     assert (checkpoint / "huggingface" / "tokenizer.json").is_file()
     assert (tmp_path / "checkpoints" / "latest_ckpt_global_step.txt").read_text() == "2"
+
+
+def test_a_loss_of_the_users_own(tmp_path):
+    """examples/custom_loss.py named in the recipe, inside the KL term, with log-probs from existing logits."""
+    write_inputs(tmp_path)
+    shutil.copy(Path(__file__).parents[2] / "examples" / "custom_loss.py", tmp_path)
+    changes = {
+        "trainer.arctic_rl.processor_modules": "[custom_loss]",
+        "trainer.arctic_rl.loss_fn": "truncated_reinforce",
+        "trainer.arctic_rl.loss_config.max_weight": 0.5,
+        "trainer.arctic_rl.logits_optimization": "compute",
+        "trainer.algorithm.use_kl_loss": True,
+    }
+    process = start(tmp_path, settings(tmp_path, changes))
+    output = finish(process, tmp_path, 400)
+    assert process.returncode == 0, output[-4000:]
+    logs = [line for line in read_lines(tmp_path / "logs" / "metrics.jsonl") if "policy/final_loss" in line]
+    assert [line["trainer/global_step"] for line in logs] == [1, 2]
+    for line in logs:
+        assert line["policy/loss_metrics/weight"] == pytest.approx(0.5, abs=1e-3), "the ratio is near 1, cut at 0.5"
+        assert line["policy/grad_norm"] > 0
+        assert line["policy/final_loss"] == pytest.approx(
+            line["policy/policy_loss"] + 0.001 * line["policy/policy_kl"], abs=1e-6
+        )
+        assert "policy/loss_metrics/clip_ratio" not in line, "the recipe's own policy loss ran"
+    assert logs[0]["policy/policy_kl"] < logs[1]["policy/policy_kl"]
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,8 @@ class TrainingSpec:
     """Compute threads of one process on a CPU."""
     processor_modules: tuple[str, ...]
     """Modules to import that register post-processors or losses."""
+    loss_fn: str | None
+    """A loss of the user's that updates will name; looked up at start-up, so that a wrong name ends the run there."""
 
 
 @dataclass(frozen=True)

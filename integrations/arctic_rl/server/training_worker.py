@@ -52,7 +52,7 @@ class TrainingWorker:
         """
         import torch
 
-        from ..processors.registry import import_processor_modules
+        from ..processors.registry import get_loss_fn, import_processor_modules
         from .engine import InferenceEngine, build_scheduler, initialize_engine, load_model
 
         os.environ.update(
@@ -65,6 +65,8 @@ class TrainingWorker:
         torch.set_num_threads(self._spec.threads)
         seed_everything(self._spec.seed)
         import_processor_modules(self._spec.processor_modules)
+        if self._spec.loss_fn is not None:
+            get_loss_fn(self._spec.loss_fn)
         _init_distributed(self._spec.device)
         model = load_model(self._spec)
         if self._spec.role == "ref":

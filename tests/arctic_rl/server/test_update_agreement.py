@@ -227,6 +227,7 @@ class Outcome:
             device="cpu",
             threads=1,
             processor_modules=(),
+            loss_fn=None,
         )
 
     def _payloads(self, variant, world_size):
