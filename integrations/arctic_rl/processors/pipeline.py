@@ -158,6 +158,7 @@ class _Run:
         if micro.rows is None:
             loss = None if self._loss_fn is None else outputs["logprobs"].sum() * 0
         else:
+            see_memory_usage("before post-processing", self._device)
             with self._timers.phase("post_forward"):
                 self._post_process(micro, outputs)
             see_memory_usage("after post-processing", self._device)
@@ -168,6 +169,7 @@ class _Run:
         self._losses.append(loss if self._backward == "loss_only" else loss.detach())
         if self._backward is True:
             del outputs
+            see_memory_usage("before backward", self._device)
             with self._timers.phase("backward"):
                 _set_boundary(self._call.engine, last)
                 self._call.engine.backward(loss, **self._backward_kwargs)

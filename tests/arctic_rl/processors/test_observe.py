@@ -70,5 +70,7 @@ def test_memory_marks(caplog):
     with caplog.at_level(logging.DEBUG, logger="integrations.arctic_rl.processors.observe"):
         run(max_tokens_per_mb=1000)
     marks = [record.getMessage() for record in caplog.records]
-    expected = ["before forward", "after forward", "after post-processing", "after backward"]
+    expected = [
+        f"{when} {phase}" for phase in ("forward", "post-processing", "backward") for when in ("before", "after")
+    ]
     assert [mark.split(": ")[0] for mark in marks] == [f"memory {mark}" for mark in expected]
