@@ -5,7 +5,8 @@ import pytest
 
 from envs.bird.database import KEYWORDS, quote_identifier
 from envs.bird.extract import parse_response
-from envs.bird.prompt import SYSTEM_PROMPT, build_messages, build_response, schema_text
+from envs.bird.prompt import ANSWER_SYSTEM_PROMPT, SYSTEM_PROMPT, build_messages, build_response, schema_text
+from envs.bird.schema import read_tables
 
 
 @pytest.fixture
@@ -53,6 +54,30 @@ def test_tables_can_be_chosen_and_are_checked(nasty_db):
         schema_text(nasty_db, tables=["nothing"])
 
 
+def test_what_cannot_be_read_is_left_out_and_told(tmp_path):
+    path = tmp_path / "odd.sqlite"
+    connection = sqlite3.connect(path)
+    connection.executescript(
+        """
+        CREATE TABLE t(a PRIMARY KEY, b REFERENCES module);
+        CREATE TABLE `café`(a);
+        PRAGMA writable_schema=ON;
+        INSERT INTO sqlite_master
+        VALUES ('table', 'module', 'module', 0, 'CREATE VIRTUAL TABLE module USING nosuch(x)');
+        """
+    )
+    connection.close()
+    path.write_bytes(path.read_bytes().replace("café".encode(), b"caf\xe9 "))
+    assert schema_text(path) == "CREATE TABLE t (a PRIMARY KEY, b REFERENCES module);"
+    unreadable = {}
+    connection = sqlite3.connect(path)
+    connection.text_factory = lambda raw: raw.decode("utf-8", "surrogateescape")
+    assert list(read_tables(connection, on_unreadable=unreadable.__setitem__)) == ["t"]
+    connection.close()
+    assert sorted(unreadable) == ["caf\udce9 ", "module"]
+    assert "no such module" in str(unreadable["module"])
+
+
 def test_the_schema_rebuilds_the_tables(nasty_db, tmp_path):
     lines = [line for line in schema_text(nasty_db).split("\n") if line.startswith("CREATE TABLE")]
     copy = tmp_path / "copy.sqlite"
@@ -98,3 +123,10 @@ def test_the_asked_for_format_is_the_one_that_is_read():
     assert answer.sql == "SELECT count(*) FROM t" and answer.format_correct
     for part in ("<think>", "</think>", "```sql"):
         assert part in SYSTEM_PROMPT
+
+
+def test_the_longer_prompts_format_is_read_too():
+    template = ANSWER_SYSTEM_PROMPT.split("in a ```sql block:\n\n")[1]
+    answer = parse_response(template.replace("your query", "SELECT count(*) FROM t"))
+    assert answer.sql == "SELECT count(*) FROM t" and answer.format_correct
+    assert build_messages("s", "q", system=ANSWER_SYSTEM_PROMPT)[0]["content"] == ANSWER_SYSTEM_PROMPT
