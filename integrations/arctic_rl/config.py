@@ -6,9 +6,10 @@ import difflib
 import typing
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, get_origin
 
 from .errors import ConfigError
+from .value_types import describe, matches
 
 PREFIX = "trainer.arctic_rl"
 
@@ -60,6 +61,8 @@ class ArcticRLConfig:
     """Memory limit of one scoring process, in MiB."""
     max_scorer_failures: int = 0
     """Failures of the scorer itself (not of a model's answer) that a run survives; one more ends it."""
+    dry_run: bool = False
+    """Print what the run would do and what stands against it, and start nothing; needs no GPU, data set or model."""
     startup_timeout_s: float = 600.0
     """Seconds that bringing up all workers may take."""
     shutdown_timeout_s: float = 20.0
@@ -85,41 +88,12 @@ _RANGES: dict[str, tuple[float, float | None]] = {
 }
 
 
-def _matches(value: Any, hint: Any) -> bool:
-    origin = get_origin(hint)
-    if origin is Literal:
-        return any(value == choice and type(value) is type(choice) for choice in get_args(hint))
-    if origin is list:
-        return isinstance(value, list) and all(_matches(item, get_args(hint)[0]) for item in value)
-    if origin is dict:
-        return isinstance(value, dict) and all(isinstance(key, str) for key in value)
-    if origin is not None:
-        return any(_matches(value, option) for option in get_args(hint))
-    if isinstance(value, bool):
-        return hint is bool
-    if hint is float:
-        return isinstance(value, int | float)
-    return isinstance(value, hint)
-
-
-def _describe(hint: Any) -> str:
-    if get_origin(hint) is Literal:
-        return "one of " + ", ".join(str(choice) for choice in get_args(hint))
-    if get_origin(hint) is list:
-        return "a list of " + _describe(get_args(hint)[0])
-    if get_origin(hint) is dict:
-        return "a mapping of names to values"
-    if get_origin(hint) is not None:
-        return " or ".join(_describe(option) for option in get_args(hint))
-    return {int: "a whole number", float: "a number", str: "a text", bool: "true or false", type(None): "null"}[hint]
-
-
 def _type_problems(config: ArcticRLConfig) -> Iterable[str]:
     hints = typing.get_type_hints(type(config))
     for item in fields(config):
         value = vars(config)[item.name]
-        if not _matches(value, hints[item.name]):
-            yield f"{PREFIX}.{item.name}={value!r} is not {_describe(hints[item.name])}"
+        if not matches(value, hints[item.name]):
+            yield f"{PREFIX}.{item.name}={value!r} is not {describe(hints[item.name])}"
 
 
 def _range_problems(config: ArcticRLConfig) -> Iterable[str]:
