@@ -1,46 +1,34 @@
-"""Results of queries already run by this process: one gold serves all rollouts of its group."""
+"""Results of work already done by this process: one gold serves all rollouts of its group."""
 
-import os
-import re
+import pickle
 import threading
 import time
 from collections import OrderedDict
-from dataclasses import replace
-from hashlib import blake2b
+from typing import Any
 
-from .database import PathLike
-from .execute import ExecutionLimits, QueryResult, run_query
-from .outcome import Outcome
-
-_VOLATILE = re.compile(
-    r"\b(?:now|random|randomblob|localtime|current_date|current_time|current_timestamp)\b"
-    r"|\b(?:date|time|datetime|julianday|unixepoch)\s*\(\s*\)",
-    re.IGNORECASE,
-)
-_RETRIED = frozenset({Outcome.TIMED_OUT, Outcome.OUT_OF_MEMORY})
+from .parts import Part
 
 
 class _Entry:
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.result: QueryResult | None = None
-        self.retry_at: float | None = None
+        self.packed = b""
+        self.runs = 0
+        self.expires = 0.0
 
 
 class ResultCache:
-    """A bounded, least-recently-used cache of `run_query`, safe to share between threads.
+    """A bounded, least-recently-used cache of parts' results, safe to share between threads.
 
-    Keyed by the file's identity (device, inode, size, modification time), the query and the limits, so that a database
-    that was replaced is read again. Rows are not kept, only fingerprints. Queries whose result depends on the time of
-    day or on chance are not cached. A query that ran out of time or memory is tried a second time, once, when
-    `RETRY_AFTER_TIMEOUTS` time limits have passed; until then, and for ever after, its failure is remembered.
+    Two threads with the same key do not both run it: the second waits for the first. Results are kept pickled, so that
+    nobody can change another's. Exceptions are not kept.
     """
 
-    RETRY_AFTER_TIMEOUTS = 10.0
-
-    def __init__(self, max_entries: int = 4096) -> None:
+    def __init__(self, max_entries: int = 4096, max_bytes: int = 64 * 2**20) -> None:
         self._max_entries = max_entries
-        self._entries: OrderedDict[tuple, _Entry] = OrderedDict()
+        self._max_bytes = max_bytes
+        self._bytes = 0
+        self._entries: OrderedDict[Any, _Entry] = OrderedDict()
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -49,39 +37,42 @@ class ResultCache:
     def clear(self) -> None:
         with self._lock:
             self._entries.clear()
+            self._bytes = 0
 
-    def run(self, db_path: PathLike, sql: str, limits: ExecutionLimits) -> QueryResult:
-        """Returns what `run_query` gives without its rows; raises what `run_query` raises (which is not cached)."""
-        limits = replace(limits, max_kept_rows=0)
-        if _VOLATILE.search(sql):
-            return run_query(db_path, sql, limits)
-        entry = self._entry((_file_identity(db_path), _text_key(sql), limits))
+    def run(self, part: Part) -> Any:
+        """Returns the part's result, from an earlier run of the same key where there is one that still counts."""
+        key = part.key
+        if key is None:
+            return part.run()
+        entry = self._entry(key)
         with entry.lock:
-            if entry.result is None:
-                entry.result = run_query(db_path, sql, limits)
-                if entry.result.outcome in _RETRIED:
-                    entry.retry_at = time.monotonic() + self.RETRY_AFTER_TIMEOUTS * limits.timeout_s
-            elif entry.retry_at is not None and time.monotonic() >= entry.retry_at:
-                entry.retry_at = None
-                entry.result = run_query(db_path, sql, limits)
-            return entry.result
+            if entry.runs > 0 and time.monotonic() < entry.expires:
+                return pickle.loads(entry.packed)
+            result = part.run()
+            self._keep(key, entry, pickle.dumps(result, protocol=pickle.HIGHEST_PROTOCOL))
+            entry.runs += 1
+            entry.expires = time.monotonic() + part.keep_s(result, entry.runs)
+            return result
 
-    def _entry(self, key: tuple) -> _Entry:
+    def _entry(self, key: Any) -> _Entry:
         with self._lock:
             entry = self._entries.setdefault(key, _Entry())
             self._entries.move_to_end(key)
             while len(self._entries) > self._max_entries:
-                self._entries.popitem(last=False)
+                self._drop_oldest()
             return entry
 
+    def _keep(self, key: Any, entry: _Entry, packed: bytes) -> None:
+        with self._lock:
+            if self._entries.get(key) is entry:
+                self._bytes += len(packed) - len(entry.packed)
+            entry.packed = packed
+            while self._bytes > self._max_bytes and self._entries:
+                self._drop_oldest()
 
-def _file_identity(db_path: PathLike) -> tuple[int, int, int, int]:
-    status = os.stat(db_path)
-    return (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
-
-
-def _text_key(sql: str) -> bytes:
-    return blake2b(sql.encode("utf-8", "surrogatepass"), digest_size=32).digest()
+    def _drop_oldest(self) -> None:
+        _, dropped = self._entries.popitem(last=False)
+        self._bytes -= len(dropped.packed)
 
 
 RESULTS = ResultCache()

@@ -39,17 +39,15 @@ class RowDigester:
     Memory grows with the number of different rows (about 100 bytes each), not with their size.
     """
 
-    def __init__(self, *, float_digits: int | None = None) -> None:
-        """`float_digits`: round real numbers to so many significant digits first; None = compare them exactly."""
+    def __init__(self) -> None:
         self.row_count = 0
-        self._float_digits = float_digits
         self._seen: set[int] = set()
         self._as_set = 0
         self._as_multiset = 0
         self._in_order = blake2b(digest_size=16)
 
     def add(self, row: tuple[Value, ...]) -> None:
-        digest = row_digest(row, float_digits=self._float_digits)
+        digest = row_digest(row)
         number = int.from_bytes(digest, "little")
         self.row_count += 1
         self._as_multiset += number
@@ -68,10 +66,10 @@ class RowDigester:
         )
 
 
-def row_digest(row: tuple[Value, ...], *, float_digits: int | None = None) -> bytes:
-    """Returns 16 bytes that two rows share exactly if they are equal as Python tuples (after rounding, if asked)."""
+def row_digest(row: tuple[Value, ...]) -> bytes:
+    """Returns 16 bytes that two rows share exactly if they are equal as Python tuples."""
     # the literal of a value is one-to-one for int, str, bytes and None, lone surrogates included
-    cells = [value if value.__class__ in _PLAIN else _canonical(value, float_digits) for value in row]
+    cells = [value if value.__class__ in _PLAIN else _canonical(value) for value in row]
     for index, cell in enumerate(cells):
         if (cell.__class__ is str or cell.__class__ is bytes) and len(cell) > _LONG_CELL:
             cells[index] = _long_cell(cell)
@@ -81,11 +79,9 @@ def row_digest(row: tuple[Value, ...], *, float_digits: int | None = None) -> by
 _PLAIN = frozenset({int, str, bytes, type(None)})
 
 
-def _canonical(value: Value, float_digits: int | None) -> Value:
+def _canonical(value: Value) -> Value:
     if value.__class__ is not float:
         raise TypeError(f"a result cell is {value!r} of type {type(value).__name__}; SQLite has no such value")
-    if float_digits is not None:
-        value = float(f"{value:.{float_digits - 1}e}")
     return int(value) if value.is_integer() and abs(value) <= _MAX_EXACT_INT else value
 
 

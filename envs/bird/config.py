@@ -10,6 +10,10 @@ from typing import Any, Self
 
 from .compare import ComparisonMode
 from .execute import ExecutionLimits
+from .tolerance import Tolerance
+
+WORKER_BASE_MB = 96
+"""Private memory in MiB that a scoring process may hold before its first query."""
 
 _MODES = ("set", "multiset", "ordered")
 
@@ -38,15 +42,24 @@ class BirdEnvConfig:
     comparison: ComparisonMode = "set"
     """"set": BIRD's rule, duplicates and order of rows do not matter; "multiset": duplicates count; "ordered":
     duplicates count, and so does the order if the gold query has an outermost ORDER BY."""
-    float_digits: int | None = None
-    """Significant digits to which real numbers are rounded before they are compared; None = exact, as BIRD does."""
+    float_rtol: float = 0.0
+    """Two numbers of which one is real are equal if `|a - b| <= max(float_rtol * max(|a|, |b|), float_atol)`, compared
+    pair by pair, not by rounding. From 0 to below 1; both 0 = exact, as BIRD does. Integers, text and BLOBs are
+    compared exactly. Only rows that are kept can be compared so: see max_kept_rows."""
+    float_atol: float = 0.0
+    """The absolute part of the tolerance, in the values' own unit."""
+    max_kept_rows: int = 5000
+    """Rows of a result that are kept, for a float tolerance to be applied to. It never limits what is compared
+    exactly: results of any size that are equal as they stand are equal. Where they are not, and one has more rows (or
+    more than 10**6 bytes of text), a tolerance cannot be applied, and the outcome is too_large. Without a float
+    tolerance no row is kept and this has no effect."""
     empty_gold_earns: bool = True
     """An empty result that equals an empty gold earns the full reward, as BIRD does; False = the partial one."""
     db_root: str | None = None
     """Folder that a relative db_path starts from; None = the working directory of the process that scores."""
 
     def __post_init__(self) -> None:
-        for name in ("timeout_s", "sqlite_heap_mb", "max_value_mb", "max_compared_rows"):
+        for name in ("timeout_s", "sqlite_heap_mb", "max_value_mb", "max_compared_rows", "max_kept_rows"):
             value = getattr(self, name)
             if not _is_number(value) or not value > 0:
                 raise BirdSettingError(f"bird.{name}={value!r} must be a number above 0")
@@ -59,15 +72,16 @@ class BirdEnvConfig:
             )
         if self.max_value_mb > 1000:
             raise BirdSettingError(f"bird.max_value_mb={self.max_value_mb!r} must be at most 1000, SQLite's own limit")
-        if not float(self.max_compared_rows).is_integer():
-            raise BirdSettingError(f"bird.max_compared_rows={self.max_compared_rows!r} must be a whole number of rows")
+        for name in ("max_compared_rows", "max_kept_rows"):
+            value = getattr(self, name)
+            if not float(value).is_integer():
+                raise BirdSettingError(f"bird.{name}={value!r} must be a whole number of rows")
         if self.comparison not in _MODES:
             raise BirdSettingError(f"bird.comparison={self.comparison!r} must be one of {', '.join(_MODES)}")
-        digits = self.float_digits
-        if digits is not None and (isinstance(digits, bool) or not isinstance(digits, int) or not 1 <= digits <= 17):
-            raise BirdSettingError(
-                f"bird.float_digits={digits!r} must be a whole number from 1 to 17, or None for exact"
-            )
+        for name, bound in (("float_rtol", 1.0), ("float_atol", math.inf)):
+            value = getattr(self, name)
+            if not _is_number(value) or not 0 <= value < bound:
+                raise BirdSettingError(f"bird.{name}={value!r} must be a number from 0 to below {bound:g}")
         if not isinstance(self.empty_gold_earns, bool):
             raise BirdSettingError(f"bird.empty_gold_earns={self.empty_gold_earns!r} must be true or false")
         if self.db_root is not None and not isinstance(self.db_root, str):
@@ -95,18 +109,40 @@ class BirdEnvConfig:
                 raise BirdSettingError(unknown_setting(str(name)))
         return cls(**dict(settings))
 
+    @property
+    def tolerance(self) -> Tolerance:
+        """The float tolerance; false if there is none."""
+        return Tolerance(rtol=self.float_rtol, atol=self.float_atol)
+
     def limits(self) -> ExecutionLimits:
+        """The bounds on one query."""
         return ExecutionLimits(
             timeout_s=self.timeout_s,
             heap_bytes=self.sqlite_heap_mb * 2**20,
             max_value_bytes=int(self.max_value_mb * 10**6),
             max_compared_rows=int(self.max_compared_rows),
-            float_digits=self.float_digits,
+            max_kept_rows=int(self.max_kept_rows) if self.tolerance else 0,
         )
 
     def resolve(self, db_path: str) -> str:
         """Returns the path to open for a row's `db_path`."""
         return db_path if self.db_root is None else os.path.join(self.db_root, db_path)
+
+
+def memory_problem(config: BirdEnvConfig, memory_limit_mb: int) -> str:
+    """Returns why a process limited to `memory_limit_mb` MiB cannot keep to the settings, or "" if it can.
+
+    Past SQLite's own heap limit a query is out of memory; past the process's limit its worker may have to be replaced,
+    which costs a second. So the heap limit must come first.
+    """
+    largest = memory_limit_mb - WORKER_BASE_MB
+    if config.sqlite_heap_mb <= largest:
+        return ""
+    return (
+        f"bird.sqlite_heap_mb={config.sqlite_heap_mb} does not fit into a process limited to {memory_limit_mb} MiB, "
+        f"of which the interpreter takes up to {WORKER_BASE_MB}: write at most {largest}, or raise the limit to at "
+        f"least {config.sqlite_heap_mb + WORKER_BASE_MB}"
+    )
 
 
 def _is_number(value: Any) -> bool:

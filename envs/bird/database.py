@@ -73,8 +73,20 @@ def checkpoint_command(db_path: PathLike) -> str:
     return f"python -c \"{script}\" '{argument}'"
 
 
+def refuse_pending_changes(db_path: PathLike) -> None:
+    """Raises PendingChangesError if `pending_changes` finds any."""
+    pending = pending_changes(db_path)
+    if pending is not None:
+        raise PendingChangesError(
+            f"database {os.fsdecode(db_path)!r} has changes waiting in {pending.name!r}; "
+            f"write them into the file first: {checkpoint_command(db_path)}"
+        )
+
+
 def open_read_only(db_path: PathLike) -> sqlite3.Connection:
     """Opens `db_path` read-only in autocommit mode; text that is not UTF-8 is kept exactly (surrogateescape).
+
+    The connection may move between threads, which must not use it at the same time.
 
     Raises:
         FileNotFoundError: there is no such file (SQLite itself would report only "unable to open").
@@ -83,13 +95,10 @@ def open_read_only(db_path: PathLike) -> sqlite3.Connection:
     """
     if not os.path.isfile(db_path):
         raise FileNotFoundError(f"database file {os.fsdecode(db_path)!r} does not exist")
-    pending = pending_changes(db_path)
-    if pending is not None:
-        raise PendingChangesError(
-            f"database {os.fsdecode(db_path)!r} has changes waiting in {pending.name!r}; "
-            f"write them into the file first: {checkpoint_command(db_path)}"
-        )
-    connection = sqlite3.connect(read_only_uri(db_path), uri=True, isolation_level=None, cached_statements=0)
+    refuse_pending_changes(db_path)
+    connection = sqlite3.connect(
+        read_only_uri(db_path), uri=True, isolation_level=None, cached_statements=0, check_same_thread=False
+    )
     connection.text_factory = decode_text
     return connection
 

@@ -1,15 +1,17 @@
 """The bird environment: one question, one response, scored by running its query."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from typing import Any, Literal
 
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 
+from .cache import RESULTS
 from .config import BirdEnvConfig
 from .extract import parse_response
 from .outcome import FULL_REWARD, Outcome
-from .reward import Score, failed_score, score_record, score_response
+from .parts import Part, run_here
+from .reward import Score, failed_score, score_parts, score_record
 from .task import read_task
 
 type FailureCause = Literal["timed_out", "out_of_memory", "scorer_failed"]
@@ -54,7 +56,14 @@ class BirdEnv(BaseTextEnv):
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
         """Scores the response `action`; the episode is over."""
-        return self._finish(score_response(action, self.golds, self.db_path, self.config))
+        return run_here(self.step_parts(action), RESULTS)
+
+    def step_parts(self, action: str) -> Generator[list[Part], list[Any], BaseTextEnvStepOutput]:
+        """`step`, with its work given out in parts: each a query at most, and equal ones need to run only once."""
+        score = yield from score_parts(action, self.golds, self.db_path, self.config)
+        return self._finish(score)
+
+    step.in_parts = "step_parts"
 
     def step_failed(self, action: str, cause: FailureCause, error: str) -> BaseTextEnvStepOutput:
         """Stands in for `step` where the process that ran it was killed, for the `cause` given."""

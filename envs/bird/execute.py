@@ -11,7 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from .compare import Fingerprint, RowDigester, Value
-from .database import PathLike, open_read_only
+from .database import PathLike
+from .handles import HANDLES, FileIdentity, Handle, file_identity
 from .outcome import Outcome
 from .sqltext import first_word, split_statements
 
@@ -72,6 +73,10 @@ class ScorerError(RuntimeError):
     """The database could not be read; says nothing about the query."""
 
 
+class DatabaseChangedError(ScorerError):
+    """The database file was replaced or written to while it was read, so that no result is its content's."""
+
+
 @dataclass(frozen=True)
 class ExecutionLimits:
     """Bounds on one query."""
@@ -88,8 +93,6 @@ class ExecutionLimits:
     """Rows that are returned. All rows are compared, whatever this is."""
     max_kept_bytes: int = 1_000_000
     """Bytes of text and BLOBs in the rows that are returned; the first row beyond it is left out, and all after it."""
-    float_digits: int | None = None
-    """Significant digits to which real numbers are rounded before they are compared; None = exact."""
 
 
 @dataclass(frozen=True)
@@ -107,15 +110,23 @@ class QueryResult:
     rows: tuple[tuple[Value, ...], ...] = ()
     """The first rows, as many as are kept."""
     rows_cut: bool = False
-    """There are more rows than `rows` holds."""
+    """There are more rows than are kept."""
+    packed_rows: bytes = b""
+    """All rows as `marshal` writes them, in place of `rows`, if there are any and none was cut."""
     seconds: float = 0.0
     """Wall-clock seconds, opening the file included."""
 
 
-def run_query(db_path: PathLike, sql: str, limits: ExecutionLimits) -> QueryResult:
+def run_query(
+    db_path: PathLike, sql: str, limits: ExecutionLimits, *, expected: FileIdentity | None = None
+) -> QueryResult:
     """Runs `sql`, exactly as written but for what stands behind its semicolon, against the file `db_path`.
 
+    Args:
+        expected: The file that must be found there; None = whichever is.
+
     Raises:
+        DatabaseChangedError: the file is another than `expected`, or was replaced or written to meanwhile.
         ScorerError: the file is unreadable or corrupt.
         FileNotFoundError, PendingChangesError, sqlite3.OperationalError: see `open_read_only`.
     """
@@ -131,15 +142,30 @@ def run_query(db_path: PathLike, sql: str, limits: ExecutionLimits) -> QueryResu
     word = first_word(statements[0])
     if word in FORBIDDEN_STARTS:
         return QueryResult(Outcome.FORBIDDEN, f"{word} is not a read")
-    return _run_statement(db_path, statements[0], limits, start)
+    return _run_statement(db_path, statements[0], limits, start, expected)
 
 
-def _run_statement(db_path: PathLike, statement: str, limits: ExecutionLimits, start: float) -> QueryResult:
+def _run_statement(
+    db_path: PathLike, statement: str, limits: ExecutionLimits, start: float, expected: FileIdentity | None = None
+) -> QueryResult:
+    with HANDLES.borrow(db_path) as handle:
+        if expected is not None and handle.identity != expected:
+            raise DatabaseChangedError(f"database {db_path!r} was replaced or written to")
+        result = _run_confined(handle, db_path, statement, limits, start)
+        if file_identity(db_path) != handle.identity:
+            handle.reusable = False
+            raise DatabaseChangedError(f"database {db_path!r} was replaced or written to during a query")
+        return result
+
+
+def _run_confined(
+    handle: Handle, db_path: PathLike, statement: str, limits: ExecutionLimits, start: float
+) -> QueryResult:
     guard = _Guard(deadline=start + limits.timeout_s)
-    digester = RowDigester(float_digits=limits.float_digits)
+    digester = RowDigester()
     kept = _KeptRows(limits)
     outcome, error, columns = Outcome.OK, "", ()
-    connection = open_read_only(db_path)
+    connection = handle.connection
     try:
         _connect_virtual_tables(connection, statement)
         _confine(connection, limits, guard)
@@ -151,12 +177,14 @@ def _run_statement(db_path: PathLike, statement: str, limits: ExecutionLimits, s
             digester.add(row)
             kept.add(row)
         columns = tuple(column[0] for column in cursor.description or ())
+        cursor.close()
+        if outcome is Outcome.OK:
+            _release(connection)
+            handle.reusable = True
     except MemoryError:
         outcome, error = Outcome.OUT_OF_MEMORY, "out of memory"
     except (sqlite3.Error, UnicodeEncodeError) as failure:
         outcome, error = _classify(failure, guard, db_path)
-    finally:
-        connection.close()
     finished = outcome is Outcome.OK
     return QueryResult(
         outcome=outcome,
@@ -236,6 +264,13 @@ def _confine(connection: sqlite3.Connection, limits: ExecutionLimits, guard: _Gu
     connection.set_authorizer(guard.authorize)
     interrupt: Callable[[], bool] = guard.interrupt
     connection.set_progress_handler(interrupt, _OPCODES_PER_CHECK)
+
+
+def _release(connection: sqlite3.Connection) -> None:
+    """Takes a finished query's watchers and memory off the connection, so that the next one finds it as if new."""
+    connection.set_progress_handler(None, 0)
+    connection.set_authorizer(None)
+    connection.execute("PRAGMA shrink_memory")
 
 
 def _connect_virtual_tables(connection: sqlite3.Connection, statement: str) -> None:

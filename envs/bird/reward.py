@@ -3,19 +3,22 @@
 import difflib
 import os
 import sqlite3
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .cache import RESULTS, ResultCache
+from .cache import RESULTS
 from .compare import equal_results
 from .config import BirdEnvConfig, setting_names, unknown_setting
 from .database import PendingChangesError
-from .execute import QueryResult, ScorerError
-from .extract import Answer, parse_response
+from .execute import DatabaseChangedError, QueryResult, ScorerError
+from .extract import Answer
 from .outcome import EXECUTED, NOT_JUDGED, PARTIAL_REWARD, UNDETERMINED, Outcome, reward_of
+from .parts import CompareRows, Part, PartRunner, Reading, ReadResponse, RunQuery, run_here
 from .sqltext import orders_rows
 from .task import database_path, gold_queries
+
+type Parts[Result] = Generator[list[Part], list[Any], Result]
 
 
 @dataclass(frozen=True)
@@ -100,20 +103,40 @@ def score_record(score: Score, config: BirdEnvConfig) -> dict[str, Any]:
 
 
 def score_response(
-    response: str, golds: Sequence[str], db_path: str, config: BirdEnvConfig, *, cache: ResultCache = RESULTS
+    response: str, golds: Sequence[str], db_path: str, config: BirdEnvConfig, *, cache: PartRunner = RESULTS
 ) -> Score:
     """Scores a response against one or more golds. Never raises for what a response holds.
 
     The golds run first: if they fail, every response to the question gets the same outcome.
     """
-    return _score(parse_response(response), golds, db_path, config, cache)
+    return run_here(score_parts(response, golds, db_path, config), cache)
 
 
 def score_sql(
-    sql: str, golds: Sequence[str], db_path: str, config: BirdEnvConfig, *, cache: ResultCache = RESULTS
+    sql: str, golds: Sequence[str], db_path: str, config: BirdEnvConfig, *, cache: PartRunner = RESULTS
 ) -> Score:
     """Scores a query that stands alone, as a response in the right format would be."""
-    return _score(Answer(sql=sql, format_correct=True), golds, db_path, config, cache)
+    return run_here(score_parts(Answer(sql=sql, format_correct=True), golds, db_path, config), cache)
+
+
+def score_parts(response: str | Answer, golds: Sequence[str], db_path: str, config: BirdEnvConfig) -> Parts[Score]:
+    """Scores a response, or what has been read from one, in parts that run wherever the caller wants."""
+    answer = response if isinstance(response, Answer) else Answer(sql=None, format_correct=False)
+    try:
+        for may_retry in (True, False):
+            [reading] = yield [ReadResponse(response, db_path, config.timeout_s)]
+            answer = reading.answer
+            if reading.failure is not Outcome.OK:
+                return failed_score(reading.failure, reading.error, answer)
+            try:
+                return (yield from _score_answer(reading, golds, db_path, config))
+            except DatabaseChangedError:
+                # read the new file, from the golds on
+                if not may_retry:
+                    raise
+        raise AssertionError
+    except (ScorerError, PendingChangesError, OSError, sqlite3.OperationalError) as failure:
+        return failed_score(Outcome.SCORER_FAILED, f"{type(failure).__name__}: {failure}", answer)
 
 
 def failed_score(outcome: Outcome, error: str, answer: Answer) -> Score:
@@ -128,18 +151,13 @@ def failed_score(outcome: Outcome, error: str, answer: Answer) -> Score:
     )
 
 
-def _score(answer: Answer, golds: Sequence[str], db_path: str, config: BirdEnvConfig, cache: ResultCache) -> Score:
-    try:
-        return _score_answer(answer, golds, db_path, config, cache)
-    except (ScorerError, PendingChangesError, OSError, sqlite3.OperationalError) as failure:
-        return failed_score(Outcome.SCORER_FAILED, f"{type(failure).__name__}: {failure}", answer)
+def _score_answer(reading: Reading, golds: Sequence[str], db_path: str, config: BirdEnvConfig) -> Parts[Score]:
+    answer = reading.answer
 
+    def run(sql: str) -> RunQuery:
+        return RunQuery(db_path, reading.identity, sql, config.limits())
 
-def _score_answer(
-    answer: Answer, golds: Sequence[str], db_path: str, config: BirdEnvConfig, cache: ResultCache
-) -> Score:
-    limits = config.limits()
-    gold_results = [cache.run(db_path, gold, limits) for gold in golds]
+    gold_results = yield [run(gold) for gold in golds]
     gold_failure = _gold_failure(gold_results)
     if gold_failure is not None:
         return Score(
@@ -155,15 +173,10 @@ def _score_answer(
     if answer.sql is None:
         predicted = QueryResult(Outcome.NO_SQL, "the response holds no query")
     else:
-        predicted = cache.run(db_path, answer.sql, limits)
-    outcome, matched = predicted.outcome, usable[0][1]
+        [predicted] = yield [run(answer.sql)]
+    outcome, error, matched = predicted.outcome, predicted.error, usable[0][1]
     if outcome is Outcome.OK:
-        outcome = Outcome.WRONG_RESULT
-        for gold, result in usable:
-            ordered = config.comparison == "ordered" and orders_rows(gold)
-            if equal_results(predicted.fingerprint, result.fingerprint, config.comparison, gold_orders_rows=ordered):
-                outcome, matched = Outcome.OK, result
-                break
+        outcome, error, matched = yield from _compare(predicted, usable, config)
     reward = reward_of(outcome, format_correct=answer.format_correct)
     if outcome is Outcome.OK and matched.fingerprint.row_count == 0 and not config.empty_gold_earns:
         reward = PARTIAL_REWARD
@@ -173,11 +186,57 @@ def _score_answer(
         format_correct=answer.format_correct,
         execution_success=outcome in EXECUTED,
         sql=answer.sql,
-        error=predicted.error,
+        error=error,
         gold_empty=all(result.fingerprint.row_count == 0 for _, result in usable),
         gold_row_count=matched.fingerprint.row_count,
         row_count=-1 if predicted.fingerprint is None else predicted.fingerprint.row_count,
     )
+
+
+def _compare(
+    predicted: QueryResult, golds: Sequence[tuple[str, QueryResult]], config: BirdEnvConfig
+) -> Parts[tuple[Outcome, str, QueryResult]]:
+    """Returns the outcome, its reason, and the gold matched, else the first one."""
+    for gold, result in golds:
+        ordered = config.comparison == "ordered" and orders_rows(gold)
+        if equal_results(predicted.fingerprint, result.fingerprint, config.comparison, gold_orders_rows=ordered):
+            return Outcome.OK, "", result
+    outcome, error = Outcome.WRONG_RESULT, ""
+    for gold, result in golds if config.tolerance else ():
+        ordered = config.comparison == "ordered" and orders_rows(gold)
+        verdict = yield from _compare_within(predicted, result, config, ordered)
+        if verdict:
+            return Outcome.OK, "", result
+        if verdict is None:
+            outcome = Outcome.TOO_LARGE
+            error = (
+                f"the float tolerance was not applied: more than max_kept_rows={config.max_kept_rows} rows or 10**6 "
+                "bytes of text, or the comparison took too long"
+            )
+    return outcome, error, golds[0][1]
+
+
+def _compare_within(
+    predicted: QueryResult, gold: QueryResult, config: BirdEnvConfig, ordered: bool
+) -> Parts[bool | None]:
+    """Says whether two results that are not equal exactly are equal within the tolerance; None = not known."""
+    left, right = predicted.fingerprint, gold.fingerprint
+    if config.comparison != "set" and left.row_count != right.row_count:
+        return False
+    if (left.row_count == 0) != (right.row_count == 0):
+        return False
+    if predicted.rows_cut or gold.rows_cut:
+        return None
+    part = CompareRows(
+        predicted=predicted.packed_rows,
+        gold=gold.packed_rows,
+        tolerance=config.tolerance,
+        mode=config.comparison,
+        gold_orders_rows=ordered,
+        time_limit_s=config.timeout_s,
+    )
+    [verdict] = yield [part]
+    return verdict
 
 
 def _gold_failure(results: Sequence[QueryResult]) -> QueryResult | None:

@@ -26,7 +26,9 @@ ODD = {
     "max_value_mb": 3,
     "max_compared_rows": 77,
     "comparison": "multiset",
-    "float_digits": 6,
+    "float_rtol": 0.125,
+    "float_atol": 0.5,
+    "max_kept_rows": 66,
     "empty_gold_earns": False,
     "db_root": "/data",
 }
@@ -86,7 +88,7 @@ def test_an_unknown_setting_is_refused_with_the_nearest():
 
 @pytest.mark.parametrize(
     "bad",
-    ["timeout_s=0", "timeout_s=.inf", "comparison=bag", "float_digits=2.5", "empty_gold_earns=maybe", "db_root=3"],
+    ["timeout_s=0", "timeout_s=.inf", "comparison=bag", "float_rtol=1.5", "empty_gold_earns=maybe", "db_root=3"],
 )
 def test_a_value_out_of_range_is_one_clear_line(bad):
     name, value = bad.split("=")

@@ -4,13 +4,15 @@ from pathlib import Path
 import pytest
 
 from envs.bird.cache import RESULTS
+from envs.bird.handles import HANDLES
 
 
 @pytest.fixture(autouse=True)
-def fresh_cache():
+def fresh_caches():
     RESULTS.clear()
     yield
     RESULTS.clear()
+    HANDLES.clear()
 
 
 @pytest.fixture(scope="session")

@@ -6,8 +6,8 @@ import pytest
 from envs.bird.compare import RowDigester, equal_results, row_digest
 
 
-def fingerprint(rows, **settings):
-    digester = RowDigester(**settings)
+def fingerprint(rows):
+    digester = RowDigester()
     for row in rows:
         digester.add(row)
     return digester.fingerprint()
@@ -59,18 +59,6 @@ def test_ordered_mode_counts_order_only_where_the_gold_orders():
     assert equal([APPLE, PEAR], [APPLE, PEAR], "ordered", gold_orders_rows=True)
     assert equal([PEAR, APPLE], [APPLE, PEAR], "ordered", gold_orders_rows=False)
     assert not equal([APPLE, APPLE], [APPLE], "ordered", gold_orders_rows=True)
-
-
-def test_float_digits_round_real_numbers_only():
-    def rounded(value):
-        return row_digest((value,), float_digits=6)
-
-    assert rounded(0.1 + 0.2) == rounded(0.3)
-    assert rounded(1e20 / 3) == rounded(1e20 / 3 * (1 + 1e-9))
-    assert rounded(0.3) != rounded(0.30001)
-    assert rounded(2.9999999999) == rounded(3)
-    assert rounded(1234567) != rounded(1234568)
-    assert rounded(float("inf")) != rounded(float("-inf"))
 
 
 def test_long_cells_are_told_apart():

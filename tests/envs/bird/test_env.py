@@ -105,8 +105,10 @@ def test_settings(row, shop_db):
     [
         {"timeout_s": 0}, {"timeout_s": "30"}, {"timeout_s": float("nan")}, {"sqlite_heap_mb": 1},
         {"sqlite_heap_mb": 64.5}, {"max_value_mb": 2000}, {"max_compared_rows": -1}, {"comparison": "bag"},
-        {"float_digits": 0}, {"float_digits": 18}, {"max_compared_rows": True}, {"timeout_s": float("inf")},
-        {"float_digits": 2.5}, {"float_digits": True}, {"max_compared_rows": 1.5}, {"max_compared_rows": float("inf")},
+        {"float_rtol": -1e-9}, {"float_rtol": 1}, {"max_compared_rows": True}, {"timeout_s": float("inf")},
+        {"float_atol": float("nan")}, {"float_atol": float("inf")}, {"float_atol": True}, {"float_rtol": "1e-6"},
+        {"max_compared_rows": 1.5}, {"max_compared_rows": float("inf")}, {"max_kept_rows": 0},
+        {"max_kept_rows": 2.5},
         {"empty_gold_earns": "yes"}, {"empty_gold_earns": 1}, {"db_root": 3},
     ],
 )  # fmt: skip

@@ -2,10 +2,12 @@ import sqlite3
 
 import pytest
 
-from envs.bird import cache as cache_module
+from envs.bird import parts
 from envs.bird.cache import ResultCache
 from envs.bird.config import BirdEnvConfig
+from envs.bird.handles import file_identity
 from envs.bird.outcome import REWARDS, Outcome
+from envs.bird.parts import RunQuery
 from envs.bird.reward import compute_score, score_response, score_sql
 
 CONFIG = BirdEnvConfig(timeout_s=5.0)
@@ -25,13 +27,17 @@ def executed(monkeypatch):
     """The queries that really ran, in order."""
     ran = []
 
-    def counting(db_path, sql, limits):
+    def counting(db_path, sql, *args, **kwargs):
         ran.append(sql)
-        return run_query(db_path, sql, limits)
+        return run_query(db_path, sql, *args, **kwargs)
 
-    run_query = cache_module.run_query
-    monkeypatch.setattr(cache_module, "run_query", counting)
+    run_query = parts.run_query
+    monkeypatch.setattr(parts, "run_query", counting)
     return ran
+
+
+def query_part(db_path, sql, limits):
+    return RunQuery(str(db_path), file_identity(db_path), sql, limits)
 
 
 GOLD = "SELECT DISTINCT name FROM fruit"
@@ -173,10 +179,43 @@ def test_comparison_modes(shop_db, mode, query, gold, equal):
     assert record["comparison"] == mode
 
 
-def test_float_digits(shop_db):
+def test_a_float_tolerance(shop_db):
     info = {"db_path": str(shop_db)}
-    assert compute_score("bird", "SELECT 0.1 + 0.2", "SELECT 0.3", info)["score"] == 0.1
-    assert compute_score("bird", "SELECT 0.1 + 0.2", "SELECT 0.3", info, float_digits=9)["score"] == 1.0
+
+    def score(query, gold, **settings):
+        record = compute_score("bird", query, gold, info, **settings)
+        return record["score"], record["outcome"]
+
+    assert score("SELECT 0.1 + 0.2", "SELECT 0.3") == (0.1, "wrong_result")
+    assert score("SELECT 0.1 + 0.2", "SELECT 0.3", float_rtol=1e-9) == (1.0, "ok")
+    assert score("SELECT 0.49999", "SELECT 0.50001", float_atol=1e-4) == (1.0, "ok")
+    assert score("SELECT 0.4", "SELECT 0.5", float_atol=1e-4) == (0.1, "wrong_result")
+    assert score("SELECT 3", "SELECT 4", float_atol=2) == (0.1, "wrong_result")
+    assert score("SELECT x FROM t WHERE 0", "SELECT x FROM t", float_atol=2) == (0.1, "wrong_result")
+    shifted = "SELECT x + 1e-9 FROM t WHERE id < 100 UNION ALL SELECT x FROM t WHERE id < 100"
+    plain = "SELECT x FROM t WHERE id < 100"
+    assert score(shifted, plain, float_atol=1e-6) == (1.0, "ok")
+    assert score(shifted, plain, float_atol=1e-6, comparison="multiset") == (0.1, "wrong_result")
+    many = "SELECT x + 1e-9 FROM t ORDER BY id"
+    assert score(many, "SELECT x FROM t", float_atol=1e-6, max_kept_rows=6000) == (1.0, "ok")
+
+
+def test_a_tolerance_that_cannot_be_applied_is_said_and_no_exact_equality_is_lost(shop_db):
+    info = {"db_path": str(shop_db)}
+
+    def score(query, gold):
+        return compute_score("bird", query, gold, info, float_atol=1e-6, max_kept_rows=50)
+
+    within = "SELECT x + 1e-9 FROM t WHERE id < 60"
+    record = score(within, "SELECT x FROM t WHERE id < 60")
+    assert (record["score"], record["outcome"], record["judged"]) == (0.1, "too_large", True)
+    assert "max_kept_rows=50" in record["error"]
+    assert score("SELECT x FROM t ORDER BY id DESC", "SELECT x FROM t")["score"] == 1.0
+    assert score(within, "SELECT 1")["outcome"] == "too_large"
+    assert score("SELECT x + 1e-9 FROM t LIMIT 50", "SELECT x FROM t LIMIT 50")["outcome"] == "ok"
+    golds = ["SELECT x FROM t", "SELECT 0.5"]
+    record = compute_score("bird", "SELECT 0.5 + 1e-9", "", {**info, "alternative_answers": golds}, float_atol=1e-6)
+    assert record["outcome"] == "ok"
 
 
 def test_missing_fields_and_databases_are_errors_that_name_them(tmp_path):
@@ -221,30 +260,53 @@ def test_a_replaced_database_is_read_again(tmp_path):
     assert score_sql("SELECT 'one'", ["SELECT a FROM t"], str(path), CONFIG).outcome is Outcome.WRONG_RESULT
 
 
-def test_a_cached_time_out_is_retried_once_and_later(shop_db, executed):
-    cache, limits = ResultCache(), BirdEnvConfig(timeout_s=0.1).limits()
-    cache.RETRY_AFTER_TIMEOUTS = 0.0
+def test_a_cached_time_out_is_retried_once_and_later(shop_db, executed, monkeypatch):
+    cache, part = ResultCache(), query_part(shop_db, ENDLESS, BirdEnvConfig(timeout_s=0.1).limits())
+    for _ in range(3):
+        assert cache.run(part).outcome is Outcome.TIMED_OUT
+    assert len(executed) == 1
+    monkeypatch.setattr(parts, "RETRY_AFTER_TIMEOUTS", 0.0)
+    cache.clear()
     for _ in range(4):
-        assert cache.run(str(shop_db), ENDLESS, limits).outcome is Outcome.TIMED_OUT
-    assert len(executed) == 2
+        assert cache.run(part).outcome is Outcome.TIMED_OUT
+    assert len(executed) == 3
 
 
 def test_results_that_change_by_themselves_are_not_cached(shop_db, executed):
     cache = ResultCache()
-    for sql in ("SELECT random()", "SELECT date('now')", "SELECT CURRENT_TIMESTAMP", "SELECT datetime ( )"):
+    volatile = ("random()", "date('now')", "CURRENT_TIMESTAMP", "datetime ( )", "strftime('%s')")
+    for expression in volatile:
         for _ in range(2):
-            cache.run(str(shop_db), sql, CONFIG.limits())
-    assert len(executed) == 8 and len(cache) == 0
+            cache.run(query_part(shop_db, f"SELECT {expression}", CONFIG.limits()))
+    assert len(executed) == 10 and len(cache) == 0
+    for _ in range(2):
+        cache.run(query_part(shop_db, "SELECT strftime('%Y', '2020-01-02'), date(name) FROM t", CONFIG.limits()))
+    assert len(executed) == 11
 
 
 def test_the_cache_is_bounded_and_keeps_what_is_used(shop_db, executed):
     cache, limits = ResultCache(max_entries=3), CONFIG.limits()
     for i in range(10):
-        cache.run(str(shop_db), "SELECT 'kept'", limits)
-        cache.run(str(shop_db), f"SELECT {i}", limits)
+        cache.run(query_part(shop_db, "SELECT 'kept'", limits))
+        cache.run(query_part(shop_db, f"SELECT {i}", limits))
     assert len(cache) == 3
     assert executed.count("SELECT 'kept'") == 1
-    assert cache.run(str(shop_db), "SELECT name FROM fruit", limits).rows == ()
+    assert cache.run(query_part(shop_db, "SELECT name FROM fruit", limits)).packed_rows == b""
+
+
+def test_the_cache_is_bounded_in_bytes_too(shop_db, executed):
+    limits = BirdEnvConfig(float_atol=0.1).limits()
+    cache = ResultCache(max_bytes=50_000)
+    for i in range(10):
+        part = query_part(shop_db, f"SELECT id + {i} FROM t LIMIT 2000", limits)
+        assert len(cache.run(part).packed_rows) > 10_000
+    assert 1 <= len(cache) <= 4
+    cache.run(part)
+    assert len(executed) == 10
+    cache = ResultCache(max_bytes=1000)
+    for _ in range(2):
+        assert cache.run(part).outcome is Outcome.OK
+    assert len(cache) == 0 and len(executed) == 12
 
 
 def test_limits_are_part_of_the_key(shop_db):
