@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
 import traceback
 import uuid
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from .errors import ArcticError, ConfigError
@@ -41,14 +44,27 @@ def load_config(arguments: list[str], config_class: type | None = None) -> Any:
         ConfigError: with everything that stands against the run, a line each: settings that are unknown, out of range
             or refused, files that are not there, and the first of SkyRL's own checks that fails.
     """
+    from .skyrl_config import parse_config
+
+    cfg = parse_config(arguments, config_class)
+    check_config(cfg)
+    return cfg
+
+
+def check_config(cfg: Any) -> None:
+    """Refuse a parsed config that cannot be honoured, and warn of settings without effect.
+
+    SkyRL's own ``validate_cfg`` is run on it, which also rewrites some settings.
+
+    Raises:
+        ConfigError: with everything that stands against the run, a line each.
+    """
     from loguru import logger
 
     from .checks import setting_problems
     from .preflight import preflight_problems
-    from .skyrl_config import parse_config
     from .support import refusals, without_effect
 
-    cfg = parse_config(arguments, config_class)
     problems = [*refusals(cfg), *setting_problems(cfg), *preflight_problems(cfg), *_skyrl_problems(cfg)]
     problems += [line for line in refusals(cfg) if line not in problems]
     if problems:
@@ -56,7 +72,6 @@ def load_config(arguments: list[str], config_class: type | None = None) -> Any:
     ignored = without_effect(cfg)
     if ignored:
         logger.warning("settings without effect on this backend:\n" + "\n".join(f"- {line}" for line in ignored))
-    return cfg
 
 
 def _skyrl_problems(cfg: Any) -> list[str]:
@@ -79,16 +94,30 @@ def run(cfg: Any, experiment_class: type | None = None) -> None:
     """
     import ray
 
+    with cleaned_up() as run_id:
+        env_vars = initialize_ray(cfg, run_id)
+        check_placement(cfg)
+        task = ray.remote(num_cpus=1, max_retries=0)(experiment).remote(cfg, run_id, env_vars, experiment_class)
+        await_task(task)
+
+
+@contextlib.contextmanager
+def cleaned_up() -> Iterator[str]:
+    """Surrounds a run: gives it an id, and stops at its end every process that carries the id, and Ray if it was not
+    there before. SIGTERM interrupts what is inside as ctrl-C does.
+
+    Raises:
+        ArcticError: when it is interrupted.
+    """
+    import ray
+
     from .server.process import kill_run
 
     run_id = uuid.uuid4().hex[:12]
     started_ray = not ray.is_initialized()
     previous = signal.signal(signal.SIGTERM, _interrupt)
     try:
-        env_vars = initialize_ray(cfg, run_id)
-        check_placement(cfg)
-        task = ray.remote(num_cpus=1, max_retries=0)(experiment).remote(cfg, run_id, env_vars, experiment_class)
-        _await_task(task)
+        yield run_id
     except KeyboardInterrupt:
         raise ArcticError("interrupted: the run was stopped and its workers with it") from None
     finally:
@@ -109,10 +138,10 @@ def experiment(cfg: Any, run_id: str, env_vars: dict[str, str], experiment_class
     try:
         composed(cfg, run_id=run_id, env_vars=env_vars).run()
     finally:
-        _release_semaphores()
+        release_semaphores()
 
 
-def _release_semaphores() -> None:
+def release_semaphores() -> None:
     """Remove what multiprocessing keeps in shared memory for this process: Ray ends it without a chance to do so."""
     from multiprocessing import resource_tracker
 
@@ -122,10 +151,15 @@ def _release_semaphores() -> None:
     resource_tracker._resource_tracker._stop()
 
 
-def initialize_ray(cfg: Any, run_id: str) -> dict[str, str]:
+def initialize_ray(cfg: Any, run_id: str, extra_env_vars: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
     """Start or join Ray with the run's environment, and sync SkyRL's registries to it.
 
     Replaces SkyRL's ``initialize_ray`` for its GPU probe; the log file it announces and the registries are kept.
+
+    Args:
+        cfg: the validated config.
+        run_id: the run's id.
+        extra_env_vars: more environment variables for the run's processes; they win.
 
     Returns:
         The environment variables of the run's processes.
@@ -137,7 +171,7 @@ def initialize_ray(cfg: Any, run_id: str) -> dict[str, str]:
 
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
     Path(cfg.trainer.log_path).mkdir(parents=True, exist_ok=True)
-    env_vars = runtime_env_vars(cfg, run_id)
+    env_vars = runtime_env_vars(cfg, run_id) | dict(extra_env_vars)
     if not ray.is_initialized():
         ray.init(runtime_env={"env_vars": env_vars}, log_to_driver=True, include_dashboard=False)
     sync_registries()
@@ -158,20 +192,33 @@ def check_placement(cfg: Any) -> None:
         plan_placement(placement_request(server_config(cfg, run_id="", env_vars={})), describe_cluster())
 
 
-def _await_task(task: Any) -> None:
+def await_task(task: Any) -> Any:
+    """The result of the run's Ray task.
+
+    Raises:
+        ArcticError: when the run fails, with the cause.
+        KeyboardInterrupt: when it is interrupted; the task has been cancelled then.
+    """
     import ray
 
     try:
-        ray.get(task)
+        return ray.get(task)
     except KeyboardInterrupt:
-        ray.cancel(task, force=False)
-        ray.wait([task], timeout=CANCEL_GRACE_S)
-        raise ArcticError("interrupted: the run was stopped and its workers with it") from None
+        cancel_task(task)
+        raise
     except ray.exceptions.RayTaskError as error:
         cause = error.cause if isinstance(error.cause, Exception) else error
         raise ArcticError(f"the run failed: {type(cause).__name__}: {cause}") from error
     except ray.exceptions.RayError as error:
         raise ArcticError(f"the run's own process failed: {error}") from error
+
+
+def cancel_task(task: Any) -> None:
+    """Interrupt the run's Ray task, and give it time to stop what it started."""
+    import ray
+
+    ray.cancel(task, force=False)
+    ray.wait([task], timeout=CANCEL_GRACE_S)
 
 
 def _interrupt(signal_number: int, frame: Any) -> None:

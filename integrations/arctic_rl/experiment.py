@@ -26,13 +26,13 @@ class ArcticExpMixin:
     The experiment's own trainer and generator are built by the experiment, then given our mixins.
     """
 
-    def __init__(self, cfg: Any, *, run_id: str, env_vars: dict[str, str]) -> None:
+    def __init__(self, cfg: Any, *args: Any, run_id: str, env_vars: dict[str, str], **kwargs: Any) -> None:
         register_environments(cfg.trainer.arctic_rl.env_modules)
         self._arctic_loop = LoopThread("arctic-backend")
         backend_class = registry.get(cfg.trainer.arctic_rl.backend)
         self._arctic_backend = backend_class.from_config(server_config(cfg, run_id=run_id, env_vars=env_vars))
         self._arctic_generator: Any = None
-        super().__init__(cfg)
+        super().__init__(cfg, *args, **kwargs)
 
     def get_colocate_pg(self, timeout: int = 0) -> None:
         """No placement group: SkyRL's asks Ray for one GPU an engine rank; the backend places its own workers."""

@@ -91,12 +91,23 @@ def _moved(section: Any, kind: type, **replaced: Any) -> Any:
     return kind(**{item.name: vars(section)[item.name] for item in fields(section) if item.init} | replaced)
 
 
-def parse_config(arguments: list[str], config_class: type[SkyRLTrainConfig] | None = None) -> SkyRLTrainConfig:
+def has_arctic_settings(config_class: type[SkyRLTrainConfig]) -> bool:
+    """Whether a config class holds our settings, as those of ``with_arctic_settings`` do."""
+    trainer = next(item for item in fields(config_class) if item.name == "trainer")
+    return "arctic_rl" in {item.name for item in fields(type(trainer.default_factory()))}
+
+
+def parse_config(
+    arguments: list[str],
+    config_class: type[SkyRLTrainConfig] | None = None,
+    build: Callable[[type[SkyRLTrainConfig], list[str]], SkyRLTrainConfig] | None = None,
+) -> SkyRLTrainConfig:
     """Build the config from a recipe's overrides, the entrypoint override left out.
 
     Args:
         arguments: ``key=value`` overrides as on the command line.
         config_class: a recipe's ``SkyRLTrainConfig`` subclass; None = SkyRL's own.
+        build: makes an object of the class with our settings from the overrides; None = its ``from_cli_overrides``.
 
     Raises:
         ConfigError: for an unknown or out-of-range name below ``trainer.arctic_rl``, and an out-of-range value below
@@ -107,7 +118,7 @@ def parse_config(arguments: list[str], config_class: type[SkyRLTrainConfig] | No
     overrides = [argument for argument in arguments if not argument.startswith(OVERRIDE_KEY)]
     check_setting_names(overrides)
     try:
-        cfg = config_class.from_cli_overrides(overrides)
+        cfg = config_class.from_cli_overrides(overrides) if build is None else build(config_class, overrides)
     except ConfigError:
         raise
     except BirdSettingError as error:
