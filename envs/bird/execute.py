@@ -118,12 +118,19 @@ class QueryResult:
 
 
 def run_query(
-    db_path: PathLike, sql: str, limits: ExecutionLimits, *, expected: FileIdentity | None = None
+    db_path: PathLike,
+    sql: str,
+    limits: ExecutionLimits,
+    *,
+    expected: FileIdentity | None = None,
+    reverse_unordered: bool = False,
 ) -> QueryResult:
     """Runs `sql`, exactly as written but for what stands behind its semicolon, against the file `db_path`.
 
     Args:
         expected: The file that must be found there; None = whichever is.
+        reverse_unordered: Scan backwards where the query leaves the order open, to see whether its result depends on
+            that (SQLite's pragma reverse_unordered_selects).
 
     Raises:
         DatabaseChangedError: the file is another than `expected`, or was replaced or written to meanwhile.
@@ -142,16 +149,25 @@ def run_query(
     word = first_word(statements[0])
     if word in FORBIDDEN_STARTS:
         return QueryResult(Outcome.FORBIDDEN, f"{word} is not a read")
-    return _run_statement(db_path, statements[0], limits, start, expected)
+    return _run_statement(db_path, statements[0], limits, start, expected, reverse_unordered)
 
 
 def _run_statement(
-    db_path: PathLike, statement: str, limits: ExecutionLimits, start: float, expected: FileIdentity | None = None
+    db_path: PathLike,
+    statement: str,
+    limits: ExecutionLimits,
+    start: float,
+    expected: FileIdentity | None = None,
+    reverse_unordered: bool = False,
 ) -> QueryResult:
     with HANDLES.borrow(db_path) as handle:
         if expected is not None and handle.identity != expected:
             raise DatabaseChangedError(f"database {db_path!r} was replaced or written to")
+        if reverse_unordered:
+            handle.connection.execute("PRAGMA reverse_unordered_selects=ON")
         result = _run_confined(handle, db_path, statement, limits, start)
+        if reverse_unordered:
+            handle.reusable = False
         if file_identity(db_path) != handle.identity:
             handle.reusable = False
             raise DatabaseChangedError(f"database {db_path!r} was replaced or written to during a query")
