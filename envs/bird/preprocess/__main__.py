@@ -1,0 +1,8 @@
+"""Runs the command line; see `cli`."""
+
+import sys
+
+from .cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())
