@@ -65,11 +65,10 @@ def check_config(cfg: Any) -> None:
     from .preflight import preflight_problems
     from .support import refusals, without_effect
 
+    ignored = without_effect(cfg)
     problems = [*refusals(cfg), *setting_problems(cfg), *preflight_problems(cfg), *_skyrl_problems(cfg)]
-    problems += [line for line in refusals(cfg) if line not in problems]
     if problems:
         raise ConfigError("this run cannot start:\n" + "\n".join(f"- {problem}" for problem in problems))
-    ignored = without_effect(cfg)
     if ignored:
         logger.warning("settings without effect on this backend:\n" + "\n".join(f"- {line}" for line in ignored))
 

@@ -96,7 +96,6 @@ class ArcticExpMixin:
             tokenizer=self.tokenizer,
             model_name=resolve_policy_model_name(self.cfg),
             num_engines=self.cfg.generator.inference_engine.num_engines,
-            tensor_parallel_size=self.cfg.generator.inference_engine.tensor_parallel_size,
         )
 
     def get_generator(self, cfg: Any, tokenizer: Any, inference_engine_client: Any) -> Any:

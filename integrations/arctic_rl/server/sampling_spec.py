@@ -12,7 +12,7 @@ from typing import Any, Literal
 from ..errors import UnsupportedError
 from .weight_extension import WeightExtension
 
-_PROTECTED_ENGINE_ARGS = {
+PROTECTED_ENGINE_ARGS = {
     "model": "it is trainer.policy.model.path",
     "tokenizer": "it is trainer.policy.model.path",
     "worker_extension_cls": "the weight sync needs its own",
@@ -78,10 +78,10 @@ class SamplingSpec:
                 "one process there; write 1 and raise generator.inference_engine.num_engines"
             )
         for name in self.engine_kwargs:
-            if name in _PROTECTED_ENGINE_ARGS:
+            if name in PROTECTED_ENGINE_ARGS:
                 raise UnsupportedError(
                     f"generator.inference_engine.engine_init_kwargs.{name}: cannot be set, "
-                    f"{_PROTECTED_ENGINE_ARGS[name]}; leave it out"
+                    f"{PROTECTED_ENGINE_ARGS[name]}; leave it out"
                 )
 
 

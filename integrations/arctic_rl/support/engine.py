@@ -1,0 +1,129 @@
+"""``generator.inference_engine``: the vLLM engines."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import functools
+from collections.abc import Iterable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from ..server.sampling_spec import PROTECTED_ENGINE_ARGS
+from .entries import Entry, NoEffect, PartOf, Refused, ours, refusal, skyrls, under
+
+_ONE_PROCESS = NoEffect("on CPUs an engine is one process, and nothing depends on how it is split")
+_TRANSFER = NoEffect("weights go through shared memory, or vLLM's own transfer on GPUs")
+_ROUTER = NoEffect("there is no router")
+_PREFILL = PartOf("generator.inference_engine.enable_pd", "generator.inference_engine.enable_pd=false")
+_GPUS = NoEffect("it shares out a GPU's memory")
+_OTHER_PRECISION = "rollouts in another precision than training change the result"
+
+_TYPED = {
+    "dtype": "generator.inference_engine.model_dtype",
+    "seed": "trainer.seed",
+    "max_num_seqs": "generator.inference_engine.max_num_seqs",
+    "max_num_batched_tokens": "generator.inference_engine.max_num_batched_tokens",
+    "enable_prefix_caching": "generator.inference_engine.enable_prefix_caching",
+    "enable_chunked_prefill": "generator.inference_engine.enable_chunked_prefill",
+    "enforce_eager": "generator.inference_engine.enforce_eager",
+    "gpu_memory_utilization": "generator.inference_engine.gpu_memory_utilization",
+    "distributed_executor_backend": "generator.inference_engine.distributed_executor_backend",
+    "tensor_parallel_size": "generator.inference_engine.tensor_parallel_size",
+    "pipeline_parallel_size": "generator.inference_engine.pipeline_parallel_size",
+    "data_parallel_size": "generator.inference_engine.data_parallel_size",
+    "enable_expert_parallel": "generator.inference_engine.expert_parallel_size",
+    "enable_return_routed_experts": "generator.inference_engine.enable_return_routed_experts",
+    "language_model_only": "generator.inference_engine.language_model_only",
+    "served_model_name": "generator.inference_engine.served_model_name",
+    "speculative_config": "generator.inference_engine.speculative_config",
+    "enable_lora": "trainer.policy.model.lora.rank",
+}
+"""Engine arguments that a setting of SkyRL's rules."""
+
+
+@functools.cache
+def engine_argument_names() -> frozenset[str] | None:
+    """Names of vLLM's ``AsyncEngineArgs``, read from its source without importing it; None without vLLM."""
+    package = find_spec("vllm")
+    if package is None or package.origin is None:
+        return None
+    tree = ast.parse((Path(package.origin).parent / "engine" / "arg_utils.py").read_text(encoding="utf-8"))
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name.endswith("EngineArgs")]
+    fields = (item.target for node in classes for item in node.body if isinstance(item, ast.AnnAssign))
+    return frozenset(target.id for target in fields if isinstance(target, ast.Name))
+
+
+def _engine_arguments(setting: str, value: Any, cfg: Any) -> Iterable[str]:
+    known = engine_argument_names()
+    for key, argument in value.items():
+        name = f"{setting}.{key}"
+        if key in ("quantization", "kv_cache_dtype"):
+            yield refusal(name, argument, _OTHER_PRECISION, "leave it out")
+        elif key in PROTECTED_ENGINE_ARGS:
+            yield refusal(name, argument, f"it cannot be set, {PROTECTED_ENGINE_ARGS[key]}", "leave it out")
+        elif key in _TYPED:
+            yield refusal(name, argument, "another setting rules it", f"write {_TYPED[key]}")
+        elif known is not None and key not in known:
+            close = difflib.get_close_matches(key, known, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else "leave it out"
+            yield refusal(name, argument, "vLLM has no such engine argument", hint)
+
+
+_DELTA = (
+    "sync_dir",
+    "local_checkpoint_dir",
+    "publish_staging_dir",
+    "max_file_size_in_gb",
+    "cloud_download_workers",
+    "publish_num_workers",
+    "checkpoint_load_format",
+    "multi_thread_safetensors_max_workers",
+)
+
+ENGINE: dict[str, Entry] = under(
+    "generator.inference_engine",
+    {
+        "model_dtype": ours("dtype of the engines, and in which weights reach them"),
+        "fp8_weight_sync_mode": Refused(_OTHER_PRECISION, "write null"),
+        "run_engines_locally": Refused("external servers are not there", "write true"),
+        "num_engines": ours("engines, each one process"),
+        "backend": Refused("engines are vLLM's", "write vllm"),
+        "weight_sync_backend": _TRANSFER,
+        "weight_transfer_threshold_cuda_ipc_GB": _TRANSFER,
+        **{f"delta_weight_sync.{name}": _TRANSFER for name in _DELTA},
+        "tensor_parallel_size": _ONE_PROCESS,
+        "pipeline_parallel_size": _ONE_PROCESS,
+        "expert_parallel_size": _ONE_PROCESS,
+        "data_parallel_size": _ONE_PROCESS,
+        "vllm_v1_disable_multiproc": NoEffect("SkyRL itself does not read it"),
+        "enable_prefix_caching": ours("prompts seen before are not computed again"),
+        "enable_chunked_prefill": ours("prompts are computed in parts; SkyRL's own engines do not read it"),
+        "enable_return_routed_experts": Refused("router replay is not there", "write false"),
+        "enable_return_sample_support_set": Refused("the sampler's support is not returned", "write false"),
+        "max_num_batched_tokens": ours("tokens of an engine step"),
+        "enforce_eager": NoEffect("engines on CPUs always are"),
+        "fully_sharded_loras": PartOf("trainer.policy.model.lora.rank", "no LoRA"),
+        "enable_ray_prometheus_stats": NoEffect("engines report nothing to Ray, so there are no vllm/ metrics"),
+        "gpu_memory_utilization": _GPUS,
+        "offload_kv_for_weight_sync": _GPUS,
+        "use_expandable_segments": _GPUS,
+        "max_num_seqs": ours("sequences of an engine step"),
+        "served_model_name": skyrls(
+            "what requests call the policy",
+            "skyrl.backends.skyrl_train.inference_servers.utils:resolve_policy_model_name",
+        ),
+        "distributed_executor_backend": _ONE_PROCESS,
+        "language_model_only": Refused("multimodal models are not there yet", "write false and use a text model"),
+        "engine_init_kwargs": ours("further arguments of vLLM's engine, as they are", limit=_engine_arguments),
+        "speculative_config": Refused("speculative decoding is not there yet", "write null"),
+        "external_proxy_url": Refused("external servers are not there", "write null"),
+        "external_server_urls": Refused("external servers are not there", "write null"),
+        "enable_pd": Refused("engines of prefill or decoding only are not there", "write false"),
+        "num_prefill": _PREFILL,
+        "prefill_init_kwargs": _PREFILL,
+        "decode_init_kwargs": _PREFILL,
+        "router_init_kwargs": _ROUTER,
+    },
+)

@@ -1,0 +1,164 @@
+"""``trainer.policy``, ``trainer.ref`` and ``trainer.critic``, Megatron's settings apart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from .entries import (
+    Entry,
+    Idle,
+    NoEffect,
+    PartOf,
+    Refused,
+    first_of,
+    ours,
+    refusal,
+    shown,
+    under,
+    without_reference,
+)
+
+_SHARDED = NoEffect("how FSDP holds the model: DeepSpeed ZeRO does here, see trainer.arctic_rl.zero_stage")
+_SEQUENCE_PARALLEL = NoEffect("a layout of ranks: every rank is data-parallel here")
+
+_LORA = PartOf("trainer.policy.model.lora.rank", "no LoRA")
+_INT4 = PartOf("trainer.policy.model.fake_int4_qat.enabled", "no fake quantisation")
+_PROFILER = PartOf("trainer.policy.torch_profiler_config.enable", "no profiler")
+_CRITIC = PartOf("trainer.critic.model.path", "no critic")
+
+_LORA_DETAILS = (
+    "alpha",
+    "dropout",
+    "lora_sync_path",
+    "sync_mode",
+    "target_modules",
+    "exclude_modules",
+    "init_method",
+    "share_expert_adapters",
+    "max_loras",
+    "max_cpu_loras",
+)
+_INT4_DETAILS = ("group_size", "symmetric", "scale_divisor", "q_min", "bf16_base_path")
+_PROFILER_DETAILS = (
+    "ranks",
+    "save_path",
+    "skip_first",
+    "wait",
+    "warmup",
+    "active",
+    "repeat",
+    "activities",
+    "record_shapes",
+    "profile_memory",
+    "with_stack",
+    "with_flops",
+    "with_modules",
+    "use_gzip",
+    "export_type",
+)
+_PRECISION_TEST = "tests/arctic_rl/test_support.py::test_the_compute_dtype_of_fsdp_agrees_with_bf16"
+_ADAPTERS = (
+    *(f"model.lora.{name}" for name in ("rank", *_LORA_DETAILS)),
+    *(f"model.fake_int4_qat.{name}" for name in ("enabled", *_INT4_DETAILS)),
+)
+_OPTIMIZER = (
+    "lr",
+    "adam_betas",
+    "weight_decay",
+    "max_grad_norm",
+    "offload_after_step",
+    "num_warmup_steps",
+    "scheduler",
+)
+
+
+def _without_fsdp(cfg: Any) -> str | None:
+    return "read with trainer.strategy=fsdp only" if cfg.trainer.strategy == "megatron" else None
+
+
+def _param_dtype(setting: str, value: Any, cfg: Any) -> Iterable[str]:
+    expected = "bf16" if cfg.trainer.bf16 else "fp32"
+    if value != expected:
+        yield refusal(
+            setting, value, f"trainer.bf16={shown(cfg.trainer.bf16)} rules it", "write that alone, and leave this out"
+        )
+
+
+def _fsdp(idle: Idle) -> dict[str, Entry]:
+    return {
+        "fsdp_config.cpu_offload": _SHARDED,
+        "fsdp_config.reshard_after_forward": _SHARDED,
+        "fsdp_config.fsdp_size": _SHARDED,
+        "fsdp_config.mixed_precision.param_dtype": ours(
+            "agrees with trainer.bf16, or is refused", _PRECISION_TEST, limit=_param_dtype, idle=idle
+        ),
+        "fsdp_config.mixed_precision.reduce_dtype": Refused(
+            "gradients are reduced in float32", "leave it out", idle=idle
+        ),
+        "fsdp_config.mixed_precision.buffer_dtype": NoEffect("SkyRL itself does not read it"),
+        "fsdp_config.wrap_policy": _SHARDED,
+    }
+
+
+def _model_config(idle: Idle) -> Refused:
+    instead = "put the values into the model folder's config.json"
+    return Refused("changing the model's own config is not there yet", instead, idle=idle)
+
+
+def _text_part(idle: Idle | None = None) -> Refused:
+    return Refused("multimodal models are not there yet", "write false and use a text model", idle=idle)
+
+
+POLICY: dict[str, Entry] = under(
+    "trainer.policy",
+    {
+        "model.path": ours("loaded by every training worker and engine"),
+        "model.lora.rank": Refused("LoRA is not there yet", "write 0 to train all weights"),
+        **{f"model.lora.{name}": _LORA for name in _LORA_DETAILS},
+        "model.fake_int4_qat.enabled": Refused("fake quantisation is not there", "write false"),
+        **{f"model.fake_int4_qat.{name}": _INT4 for name in _INT4_DETAILS},
+        "optimizer_config.lr": ours("AdamW's learning rate at the top of the schedule"),
+        "optimizer_config.adam_betas": ours("AdamW"),
+        "optimizer_config.weight_decay": ours("AdamW, on every parameter"),
+        "optimizer_config.max_grad_norm": ours("clipping by L2 norm; 0 = none"),
+        "optimizer_config.num_warmup_steps": ours("warm-up, in optimizer steps"),
+        "optimizer_config.scheduler": ours("the schedule of that name in transformers"),
+        "optimizer_config.offload_after_step": NoEffect("nothing is offloaded on CPUs"),
+        **_fsdp(_without_fsdp),
+        "sequence_parallel_size": _SEQUENCE_PARALLEL,
+        "use_torch_compile": NoEffect("nothing is compiled"),
+        "record_memory": NoEffect("it records CUDA memory"),
+        "torch_profiler_config.enable": Refused("profiling workers is not there yet", "write false"),
+        **{f"torch_profiler_config.{name}": _PROFILER for name in _PROFILER_DETAILS},
+        "model_config_kwargs": _model_config(_without_fsdp),
+        "language_model_only": _text_part(),
+        "inference_only_init": Refused("this backend trains", "write false"),
+    },
+)
+
+REFERENCE: dict[str, Entry] = under(
+    "trainer.ref",
+    {
+        "model.path": ours("the reference model of a KL term; unset = the policy's", idle=without_reference),
+        **dict.fromkeys(_ADAPTERS, NoEffect("SkyRL does not read it: a reference model has no adapter")),
+        "sequence_parallel_size": _SEQUENCE_PARALLEL,
+        **_fsdp(first_of(without_reference, _without_fsdp)),
+        "model_config_kwargs": _model_config(first_of(without_reference, _without_fsdp)),
+        "language_model_only": _text_part(without_reference),
+    },
+)
+
+CRITIC: dict[str, Entry] = under(
+    "trainer.critic",
+    {
+        "model.path": Refused(
+            "a critic is not there yet", "leave it out and use trainer.algorithm.advantage_estimator=grpo"
+        ),
+        **dict.fromkeys(_ADAPTERS, _CRITIC),
+        **{f"optimizer_config.{name}": _CRITIC for name in _OPTIMIZER},
+        **dict.fromkeys(_fsdp(_without_fsdp), _CRITIC),
+        "sequence_parallel_size": _CRITIC,
+        "model_config_kwargs": _CRITIC,
+    },
+)

@@ -1,0 +1,51 @@
+"""``trainer.placement`` and what else lays out training over devices."""
+
+from __future__ import annotations
+
+from .entries import Entry, NoEffect, PartOf, one_of, ours, under, without_reference
+
+_NO_CRITIC = PartOf("trainer.critic.model.path", "no critic")
+_CHUNKS = NoEffect("log-probs are taken in chunks of the server's own size")
+_MEGATRON_HEAD = NoEffect("how Megatron's LM head is computed, not what")
+_SHARED = NoEffect("processes on CPUs share what they run on")
+
+PLACEMENT: dict[str, Entry] = under(
+    "trainer",
+    {
+        **under(
+            "placement",
+            {
+                "colocate_all": _SHARED,
+                "colocate_policy_ref": _SHARED,
+                "policy_num_nodes": ours("nodes x GPUs of a node = data-parallel training ranks"),
+                "policy_num_gpus_per_node": ours("see policy_num_nodes"),
+                "critic_num_nodes": _NO_CRITIC,
+                "critic_num_gpus_per_node": _NO_CRITIC,
+                "ref_num_nodes": ours("nodes x GPUs of a node = ranks of the reference model", idle=without_reference),
+                "ref_num_gpus_per_node": ours("see ref_num_nodes", idle=without_reference),
+            },
+        ),
+        "strategy": ours(
+            "translated: DeepSpeed ZeRO trains, whichever is named",
+            "tests/arctic_rl/test_support.py::test_strategies_are_translated",
+            limit=one_of("fsdp", "fsdp2", "megatron"),
+        ),
+        "sequence_parallel_backend": NoEffect("every rank is data-parallel here"),
+        "use_expandable_segments": NoEffect("it sets CUDA's allocator"),
+        "gradient_checkpointing": ours("activations are computed again in the backward pass"),
+        "gradient_checkpointing_use_reentrant": ours("which of PyTorch's two implementations"),
+        "bf16": ours("bfloat16 with float32 master weights; false = float32"),
+        "micro_train_batch_size_per_gpu": ours(
+            "rows of a micro-batch, as a budget of tokens: that many of the longest row"
+        ),
+        "micro_forward_batch_size_per_gpu": ours("as micro_train_batch_size_per_gpu, for log-probs"),
+        "max_tokens_per_microbatch": ours("tokens of a micro-batch, in place of both row counts"),
+        "remove_microbatch_padding": NoEffect("rows are always packed, and nothing depends on it"),
+        "flash_attn": NoEffect("on CPUs attention runs segment by segment"),
+        "logprobs_chunk_size": _CHUNKS,
+        "vocab_entropy_chunk_size": _CHUNKS,
+        "vocab_entropy_chunk_memory_mb": _CHUNKS,
+        "fused_lm_head_logprob": _MEGATRON_HEAD,
+        "fused_lm_head_logprob_backend": _MEGATRON_HEAD,
+    },
+)

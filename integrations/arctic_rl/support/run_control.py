@@ -1,0 +1,126 @@
+"""The rest of ``trainer``: seeds, lengths of a run, batches, evaluation, checkpoints, logging."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from .entries import (
+    Entry,
+    PartOf,
+    Refused,
+    ours,
+    refusal,
+    skyrls,
+    under,
+    without_evaluation,
+    without_reference,
+)
+
+_TRAINER = "skyrl.train.trainer:RayPPOTrainer"
+_TRAIN = f"{_TRAINER}.train"
+_EXPERIMENT = "skyrl.train.entrypoints.main_base:BasePPOExp"
+_EVALUATE = "skyrl.train.evaluate:evaluate"
+_TABLES = "skyrl.train.utils.tracking:Tracking.log_samples_to_table"
+
+LOGGERS = ("wandb", "mlflow", "swanlab", "tensorboard", "console")
+RESUME_MODES = (None, "none", "latest")
+
+
+def _logger(setting: str, value: Any, cfg: Any) -> Iterable[str]:
+    if value not in LOGGERS:
+        yield refusal(setting, value, "SkyRL has no such tracker", f"write one of {', '.join(LOGGERS)}")
+
+
+def _resume_mode(setting: str, value: Any, cfg: Any) -> Iterable[str]:
+    if value == "from_path":
+        yield refusal(setting, value, "resuming is not there yet", "write null to start afresh")
+    elif value not in RESUME_MODES:
+        yield refusal(setting, value, "no such choice", "write null, none, latest or from_path")
+
+
+def _local_folder(setting: str, value: Any, cfg: Any) -> Iterable[str]:
+    if "://" in str(value):
+        yield refusal(setting, value, "cloud storage is not there yet", "write a local folder")
+
+
+def _only_wandb(cfg: Any) -> str | None:
+    return None if cfg.trainer.logger == "wandb" else "read by the wandb tracker only"
+
+
+def _off(value: Any) -> bool:
+    return isinstance(value, int) and value <= 0
+
+
+_ASYNC = PartOf("trainer.fully_async.enabled", "trainer.fully_async.enabled=false")
+_SIMULATION = PartOf("trainer.fully_async.simulate_training", "trainer.fully_async.simulate_training=false")
+_HEADS = PartOf("trainer.mtp.enabled", "trainer.mtp.enabled=false")
+
+RUN_CONTROL: dict[str, Entry] = under(
+    "trainer",
+    {
+        "mtp.enabled": Refused("multi-token-prediction heads are not trained", "write false"),
+        "mtp.num_speculative_tokens": _HEADS,
+        "mtp.loss_weight": _HEADS,
+        "fully_async.enabled": Refused("fully asynchronous training is not there yet", "write false"),
+        "fully_async.max_staleness_steps": _ASYNC,
+        "fully_async.num_parallel_generation_workers": _ASYNC,
+        "fully_async.sample_full_batch": _ASYNC,
+        "fully_async.clear_kv_cache_on_weight_sync": _ASYNC,
+        "fully_async.simulate_training": Refused("this backend trains", "write false"),
+        "fully_async.simulate_training_step_seconds": _SIMULATION,
+        "fully_async.simulate_weight_sync_seconds": _SIMULATION,
+        "seed": ours("seeds workers and engines here, and the data loader in SkyRL's code"),
+        "resume_mode": skyrls(
+            "where to start; a checkpoint found by latest is refused", f"{_TRAINER}.__init__", limit=_resume_mode
+        ),
+        "resume_path": PartOf("trainer.resume_mode", "trainer.resume_mode is not from_path"),
+        "log_path": ours("logs of workers, metrics.jsonl and optimizer_steps.jsonl"),
+        "ckpt_path": skyrls("folder of checkpoints", f"{_TRAINER}.save_checkpoints", limit=_local_folder),
+        "max_ckpts_to_keep": skyrls("old checkpoints are removed", f"{_TRAINER}._cleanup_old_checkpoints"),
+        "ckpt_interval": skyrls("steps between checkpoints; 0 or less = none", _TRAIN),
+        "hf_save_interval": Refused("Hugging Face export is not there yet", "write -1", same=_off),
+        "export_path": skyrls("folder of dumped batches and evaluations", _EVALUATE, limit=_local_folder),
+        "epochs": skyrls("passes over the data", _TRAIN),
+        "max_training_steps": skyrls("the run ends after so many batches", _TRAIN),
+        "update_epochs_per_batch": skyrls(
+            "passes over each batch; the schedule's horizon counts them", f"{_TRAINER}._execute_training_step"
+        ),
+        "train_batch_size": skyrls("prompts of a batch", "skyrl.train.utils.trainer_utils:build_dataloader"),
+        "policy_mini_batch_size": skyrls(
+            "prompts of an optimizer step; the schedule's horizon counts them",
+            f"{_TRAINER}.convert_to_training_input",
+        ),
+        "critic_mini_batch_size": PartOf("trainer.critic.model.path", "no critic"),
+        "recompute_old_logprobs_per_minibatch": skyrls(
+            "old log-probs in mini-batches, or in one pass", f"{_TRAINER}._execute_forward_pass"
+        ),
+        "update_ref_every_epoch": Refused(
+            "refreshing the reference model is not there yet", "write false", idle=without_reference
+        ),
+        "eval_batch_size": skyrls(
+            "prompts of an evaluation batch",
+            "skyrl.train.utils.trainer_utils:build_dataloader",
+            idle=without_evaluation,
+        ),
+        "eval_before_train": skyrls("evaluation before the first step", _TRAIN, idle=without_evaluation),
+        "eval_interval": skyrls("steps between evaluations; 0 or less = none", _TRAIN),
+        "max_prompt_length": skyrls(
+            "longer prompts leave the data set", "skyrl.train.dataset.dataset:PromptDataset._read_and_tokenize"
+        ),
+        "disable_fast_tokenizer": skyrls("the slow tokenizer", f"{_EXPERIMENT}.__init__"),
+        "project_name": skyrls("the tracker's project", f"{_EXPERIMENT}.get_tracker"),
+        "run_name": skyrls("the tracker's run", f"{_EXPERIMENT}.get_tracker"),
+        "logger": skyrls("the tracker", f"{_EXPERIMENT}.get_tracker", limit=_logger),
+        "enable_ray_gpu_monitor": skyrls("Ray's GPU and memory metrics", f"{_TRAINER}.__init__"),
+        "tags": skyrls("tags of the run", f"{_EXPERIMENT}.get_tracker", idle=_only_wandb),
+        "dump_data_batch": skyrls("each batch is written to a file", _TRAIN),
+        "dump_eval_results": skyrls("evaluations are written to files", _EVALUATE, idle=without_evaluation),
+        "print_example_interval": skyrls("steps between printed examples", _TRAIN),
+        "num_logger_eval_samples": skyrls("evaluation samples in the tracker", _EVALUATE, idle=_only_wandb),
+        "num_logger_train_samples": skyrls("training samples in the tracker", _TRAIN, idle=_only_wandb),
+        "log_example_interval": skyrls(
+            "the old name of print_example_interval", "skyrl.train.config.config:TrainerConfig.__post_init__"
+        ),
+    },
+)
