@@ -116,6 +116,8 @@ class ArcticExpMixin:
                 max_failures=arctic.max_scorer_failures,
             )
         )
+        # While the backend's workers come up, which takes longer.
+        generator.start_scoring()
         self._arctic_generator = generator
         return generator
 

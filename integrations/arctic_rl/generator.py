@@ -1,7 +1,8 @@
 """A mixin for SkyRL's gym generators: environment calls run in a process pool and their exposed time is measured.
 
 ``class MyGenerator(ArcticGeneratorMixin, SkyRLGymGenerator)`` or ``make_generator_class(SkyRLGymGenerator)``.
-Trajectories, batching and outputs stay SkyRL's; what changes is where ``env.init``, ``env.step``, ``env.close`` run.
+Trajectories and outputs stay SkyRL's; what changes is where ``env.init``, ``env.step``, ``env.close`` run, and that
+the batched mode scores each row as soon as it is generated.
 """
 
 import contextlib
@@ -13,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from .batched import BatchedRequest, BatchedRow, batched_output, gather_rows, run_row
 from .scoring import (
     EnvPool,
     ScoringClosed,
@@ -31,12 +33,15 @@ type _Key = tuple[Any, Any]
 
 _ENV_METHODS = frozenset({"init", "step", "close"})
 _INFERENCE_METHODS = frozenset({"generate", "chat_completion", "completion"})
-_COUNTED = ("timed_out", "out_of_memory", "failed", "unjudged")
+_COUNTED = ("failed", "unjudged")
+_COUNTED_BY_POOL = ("timed_out", "out_of_memory", "shared")
 _SCORER_FAILED = "scorer_failed"
 _MAX_CAUSES_TOLD = 10
 
 # One entry a step of the trajectory (or batch) that the current task runs: False where it could not be judged.
 _steps_judged: contextvars.ContextVar[list[bool] | None] = contextvars.ContextVar("steps_judged", default=None)
+# The trajectory ids of the current ``generate``, for its batched mode, which SkyRL does not tell.
+_batch_ids: contextvars.ContextVar[list[Any] | None] = contextvars.ContextVar("batch_ids", default=None)
 # The (instance_id, repetition_id) of the trajectories of the current ``generate`` that could not be judged.
 _unjudged_ids: contextvars.ContextVar[set[_Key] | None] = contextvars.ContextVar("unjudged_ids", default=None)
 
@@ -156,10 +161,16 @@ class ArcticGeneratorMixin:
     Prompts are told apart by ``trajectory_ids``; without them such a trajectory earns 0. Advantages leave these rows
     out altogether where the trainer has ``JudgedBaselineMixin``.
 
+    With ``generator.batched=true`` each row is a request of its own, with the row's session id, and is scored as soon
+    as its response is there; a recipe's own ``generate_batched`` is left as it is.
+
     Adds to ``rollout_metrics``, all of this ``generate`` call:
         generate/scoring_busy_s: seconds spent running environment calls, summed over workers.
         generate/scoring_exposed_s: wall seconds with an environment call outstanding and no inference in flight.
-        generate/scoring_timed_out, generate/scoring_out_of_memory, generate/scoring_failed: counts as above.
+        generate/scoring_timed_out, generate/scoring_out_of_memory: calls, or parts of steps, whose worker was killed
+            for it.
+        generate/scoring_failed: failures of the scorer, as above.
+        generate/scoring_shared: parts of steps answered by the run of an equal one.
         generate/scoring_unjudged: trajectories that left the loss for want of a judgement.
     """
 
@@ -180,6 +191,15 @@ class ArcticGeneratorMixin:
         self._causes_told: set[tuple[str, str]] = set()
         self.inference_engine_client = TimedInferenceClient(self.inference_engine_client, self._overlap_clock)
 
+    def start_scoring(self) -> None:
+        """Start the scoring workers in the background, before the first environment call needs them."""
+        self._pool().start()
+
+    def _pool(self) -> EnvPool:
+        if self._env_pool is None:
+            self._env_pool = EnvPool(self.scoring_config)
+        return self._env_pool
+
     async def _run_in_executor_if_available(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         from skyrl_gym.core import Env
 
@@ -192,10 +212,8 @@ class ArcticGeneratorMixin:
             return await self._call_env(env, func.__name__, args, kwargs)
 
     async def _call_env(self, env: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._env_pool is None:
-            self._env_pool = EnvPool(self.scoring_config)
         try:
-            result = await self._env_pool.call(env, method, *args, **kwargs)
+            result = await self._pool().call(env, method, *args, **kwargs)
         except (ScoringClosed, ScoringStartUpError):
             raise
         except Exception as error:
@@ -217,7 +235,6 @@ class ArcticGeneratorMixin:
     def _failed_step(self, env: Any, error: Exception, action: str, **kwargs: Any) -> dict[str, Any]:
         if isinstance(error, (ScoringTimeout, ScoringMemoryExceeded)):
             cause = error.cause
-            self._scoring_counts[cause] += 1
             logger.warning("scored as %s: %s", cause, error)
         else:
             cause = _SCORER_FAILED
@@ -270,8 +287,77 @@ class ArcticGeneratorMixin:
                 ids.add(_key(trajectory_id))
         return output
 
-    async def generate_batched(self, *args: Any, **kwargs: Any) -> Any:
-        """SkyRL's batched generation; rows that were not judged leave the loss."""
+    async def generate_batched(
+        self,
+        prompts: Any,
+        env_classes: list[str],
+        env_extras: list[dict[str, Any]],
+        max_tokens: int,
+        sampling_params: dict[str, Any] | None = None,
+        cache_salt: str | None = None,
+        training_phase: str = "train",
+    ) -> Any:
+        """SkyRL's batched generation, each row scored while others are generated; see the class."""
+        if self._recipe_overrides_batched():
+            return await self._recipes_batched(
+                prompts,
+                env_classes,
+                env_extras,
+                max_tokens,
+                sampling_params,
+                cache_salt=cache_salt,
+                training_phase=training_phase,
+            )
+        import skyrl_gym
+
+        engine, captures = self.generator_cfg.inference_engine, training_phase != "eval"
+        request = BatchedRequest(
+            max_tokens=max_tokens,
+            sampling_params=sampling_params,
+            cache_salt=cache_salt,
+            captures_sample_support=engine.enable_return_sample_support_set and captures,
+            captures_routed_experts=engine.enable_return_routed_experts and captures,
+        )
+        envs = []
+        for env_class, extras in zip(env_classes, env_extras, strict=True):
+            extras["max_turns"] = self.max_turns
+            settings = getattr(self.skyrl_gym_cfg, env_class) if hasattr(self.skyrl_gym_cfg, env_class) else {}
+            envs.append(skyrl_gym.make(env_class, env_config=settings, extras=extras))
+        rows = await gather_rows(
+            [
+                self._batched_row(env, prompt, request, session_id)
+                for env, prompt, session_id in zip(envs, prompts, self._session_ids(len(envs)), strict=True)
+            ]
+        )
+        self._scoring_counts["unjudged"] += sum(not row.judged for row in rows)
+        return batched_output(
+            rows,
+            env_classes,
+            filter_overlong=self.generator_cfg.apply_overlong_filtering,
+            unjudged_mask=UnjudgedMask,
+        )
+
+    async def _batched_row(self, env: Any, prompt: Any, request: BatchedRequest, session_id: str) -> BatchedRow:
+        judged: list[bool] = []
+        # Runs as a task, whose context is its own.
+        _steps_judged.set(judged)
+        return await run_row(self, env, prompt, request, session_id, judged)
+
+    def _session_ids(self, rows: int) -> list[str]:
+        """What tells the rows' requests apart, so that a seed gives each rollout of a prompt a text of its own."""
+        ids = _batch_ids.get()
+        if ids is None or len(ids) != rows:
+            return [f"row_{row}" for row in range(rows)]
+        return [f"{trajectory_id.instance_id}_{trajectory_id.repetition_id}" for trajectory_id in ids]
+
+    def _recipe_overrides_batched(self) -> bool:
+        """Whether a class between this mixin and SkyRL's own generator defines ``generate_batched``."""
+        order = type(self).__mro__
+        behind = order[order.index(ArcticGeneratorMixin) + 1 :]
+        owner = next(cls for cls in behind if "generate_batched" in vars(cls))
+        return owner.__module__ != "skyrl.train.generators.skyrl_gym_generator"
+
+    async def _recipes_batched(self, *args: Any, **kwargs: Any) -> Any:
         judged: list[bool] = []
         token = _steps_judged.set(judged)
         try:
@@ -288,13 +374,14 @@ class ArcticGeneratorMixin:
     async def generate(self, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
         """SkyRL's ``generate``, with rows that were not judged marked, and the scoring metrics added."""
         busy_before, exposed_before = self._busy_seconds(), self._overlap_clock.exposed_s
-        counts_before = self._scoring_counts.copy()
+        counts_before, pool_before = self._scoring_counts.copy(), self._pool_counts()
         unjudged_ids: set[_Key] = set()
-        token = _unjudged_ids.set(unjudged_ids)
+        tokens = _unjudged_ids.set(unjudged_ids), _batch_ids.set(input_batch.get("trajectory_ids"))
         try:
             output = await super().generate(input_batch, *args, **kwargs)
         finally:
-            _unjudged_ids.reset(token)
+            _unjudged_ids.reset(tokens[0])
+            _batch_ids.reset(tokens[1])
         _leave_out_unjudged(output, input_batch.get("trajectory_ids"), unjudged_ids)
         metrics = {
             "generate/scoring_busy_s": self._busy_seconds() - busy_before,
@@ -302,12 +389,18 @@ class ArcticGeneratorMixin:
         }
         for name in _COUNTED:
             metrics[f"generate/scoring_{name}"] = self._scoring_counts[name] - counts_before[name]
+        for name, count in self._pool_counts().items():
+            metrics[f"generate/scoring_{name}"] = count - pool_before[name]
         rollout_metrics = output["rollout_metrics"]
         output["rollout_metrics"] = metrics if rollout_metrics is None else {**rollout_metrics, **metrics}
         return output
 
     def _busy_seconds(self) -> float:
         return 0.0 if self._env_pool is None else self._env_pool.busy_seconds
+
+    def _pool_counts(self) -> dict[str, int]:
+        counters = {} if self._env_pool is None else self._env_pool.counters
+        return {name: counters.get(name, 0) for name in _COUNTED_BY_POOL}
 
     def close(self) -> None:
         """End the scoring workers. May be called twice; a later environment call starts new ones."""

@@ -24,7 +24,7 @@ from integrations.arctic_rl.unjudged import UnjudgedMask
 
 IMPORTABLE = Path(__file__).parent / "importable"
 COUNTED = ("timed_out", "out_of_memory", "failed", "unjudged")
-OURS = {f"generate/scoring_{name}" for name in ("busy_s", "exposed_s", *COUNTED)}
+OURS = {f"generate/scoring_{name}" for name in ("busy_s", "exposed_s", "shared", *COUNTED)}
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -39,8 +39,11 @@ class FakeClient:
         self.answer = answer
         self.weight_version = 7
         self.finished = []
+        self.requests = []
+        self.extras = {}
 
     async def generate(self, input_batch, model=None):
+        self.requests.append({**input_batch, "model": model})
         await asyncio.sleep(0)
         texts, ids, logprobs, reasons = [], [], [], []
         for prompt in input_batch["prompt_token_ids"]:
@@ -53,7 +56,11 @@ class FakeClient:
             ids.append(token_ids)
             logprobs.append([-0.5 - i / 16 for i in range(len(token_ids))])
             reasons.append("stop" if digest[1] % 4 else "length")
-        return {"responses": texts, "response_ids": ids, "response_logprobs": logprobs, "stop_reasons": reasons}
+        output = {"responses": texts, "response_ids": ids, "response_logprobs": logprobs, "stop_reasons": reasons}
+        for name, make in self.extras.items():
+            rows = zip(input_batch["prompt_token_ids"], ids, strict=True)
+            output[name] = None if make is None else [make(prompt, row) for prompt, row in rows]
+        return output
 
     async def finish_session(self, session_id):
         self.finished.append(session_id)
@@ -262,6 +269,202 @@ def test_output_equals_the_unmodified_generators(make_plain, make_generator, set
     assert not any(counts(actual).values())
 
 
+def expert_rows(prompt, response):
+    return [[number % 5, len(prompt)] for number in range(len(prompt) + len(response) + 2)]
+
+
+def support_rows(prompt, response):
+    return [[number, number + 1] for number in range(len(response))]
+
+
+BATCHED_VARIANTS = {
+    "plain": ({}, {}, {}),
+    "no logprobs": ({}, {"response_logprobs": None}, {}),
+    "logprobs left out": ({"apply_overlong_filtering": True}, {}, {"sampling_params": {"logprobs": None}}),
+    "cut": ({"sampling_params": 3}, {}, {}),
+    "cut and filtered": ({"sampling_params": 1, "apply_overlong_filtering": True}, {}, {}),
+    "side channels": (
+        {"captures": True, "sampling_params": 4},
+        {"rollout_expert_indices": expert_rows, "rollout_sample_support": support_rows},
+        {},
+    ),
+    "side channels in evaluation": (
+        {"captures": True},
+        {"rollout_expert_indices": expert_rows},
+        {"phase": "eval", "sampling_params": {"logprobs": 1}},
+    ),
+    "no salt, an environment class a row": ({"use_cache_salt": False}, {}, {"classes": ["guess_test", "silent_test"]}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", BATCHED_VARIANTS.values(), ids=BATCHED_VARIANTS.keys())
+def test_the_batched_mode_gives_skyrls_own_batched_output(make_plain, make_generator, skyrl_parts, variant):
+    from skyrl.train.config import SamplingParams
+    from skyrl.train.generators.base import BatchMetadata
+
+    settings, extras, batch = (dict(part) for part in variant)
+    if "sampling_params" in settings:
+        settings["sampling_params"] = SamplingParams(max_generate_length=settings["sampling_params"])
+    captures = settings.pop("captures", False)
+    classes = (batch.pop("classes", ["guess_test"]) * 12)[:12]
+    phase = batch.pop("phase", "train")
+    outputs, clients = [], []
+    for make in (make_plain, make_generator):
+        generator = make(batched=True, **settings)
+        generator.generator_cfg.inference_engine.enable_return_routed_experts = captures
+        generator.generator_cfg.inference_engine.enable_return_sample_support_set = captures
+        client = generator.inference_engine_client
+        clients.append(client if isinstance(client, FakeClient) else client._client)
+        clients[-1].extras = extras
+        metadata = BatchMetadata(global_step=1, training_phase=phase)
+        given = {**make_batch(classes, COLOURS), **batch, "batch_metadata": metadata}
+        outputs.append(asyncio.run(generator.generate(given, disable_tqdm=True)))
+        # What SkyRL writes into the rows.
+        assert all(row["max_turns"] == 1 for row in given["env_extras"])
+    expected, actual = outputs
+    assert list(actual) == list(expected)
+    for key in set(expected) - {"rollout_metrics"}:
+        assert actual[key] == expected[key], key
+    assert all(isinstance(reward, float) for reward in actual["rewards"])
+    assert (actual["rollout_logprobs"] is None) is ("response_logprobs" in extras)
+    measured = actual["rollout_metrics"]
+    assert set(measured) == set(expected["rollout_metrics"]) | OURS
+    for key, value in expected["rollout_metrics"].items():
+        assert "in_parent" in key or measured[key] == value, key
+    # The same prompts and settings reach the engines, a request a row.
+    [whole], rows = clients[0].requests, clients[1].requests
+    assert sorted(row["prompt_token_ids"][0] for row in rows) == sorted(whole["prompt_token_ids"])
+    for key in set(whole) - {"prompt_token_ids"}:
+        assert all(row[key] == whole[key] for row in rows), key
+    sessions = [row["session_ids"][0] for row in rows]
+    assert sorted(sessions) == sorted(f"{i // 2}_{i % 2}" for i in range(12)) == sorted(clients[1].finished)
+
+
+@pytest.mark.slow
+def test_batched_rollouts_of_one_prompt_keep_a_seed_of_their_own(make_generator, skyrl_parts):
+    from integrations.arctic_rl.inference import ArcticInferenceClient
+
+    tokenizer = skyrl_parts[2]
+
+    class Backend:
+        def __init__(self):
+            self.seeds = []
+
+        async def generate(self, requests):
+            self.seeds.extend(request["params"]["seed"] for request in requests)
+            return [{"token_ids": [5, 6], "logprobs": [-1.0, -1.0], "stop_reason": "stop"} for _ in requests]
+
+    seeds = []
+    for ids in (True, False):
+        for _ in range(2):
+            generator, backend = make_generator(batched=True), Backend()
+            client = ArcticInferenceClient(backend, tokenizer=tokenizer, model_name="m")
+            object.__setattr__(generator.inference_engine_client, "_client", client)
+            batch = make_batch("silent_test", [{} for _ in range(8)])
+            batch["prompts"] = batch["prompts"][:1] * 8
+            batch["sampling_params"] = {"max_tokens": 4, "logprobs": 1, "seed": 11}
+            if not ids:
+                del batch["trajectory_ids"]
+            for _ in range(2):
+                asyncio.run(generator.generate(batch, disable_tqdm=True))
+            assert not client._turns
+            # Every rollout has its own, and a second run of the same step the same ones.
+            assert len(set(backend.seeds[:8])) == 8 and sorted(backend.seeds[:8]) == sorted(backend.seeds[8:])
+            seeds.append(sorted(backend.seeds[:8]))
+    assert seeds[0] == seeds[1] and seeds[2] == seeds[3]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batched", [False, True])
+def test_a_row_is_scored_while_others_are_generated(make_generator, batched):
+    generator = make_generator(batched=batched)
+    scored, call_env = asyncio.Event(), generator._call_env
+
+    async def noting(env, method, args, kwargs):
+        result = await call_env(env, method, args, kwargs)
+        if method == "step":
+            scored.set()
+        return result
+
+    client = generator.inference_engine_client._client
+    generate = client.generate
+
+    async def last_of_all(input_batch, model=None):
+        if len(client.requests) == 3:
+            await asyncio.wait_for(scored.wait(), 30)
+        return await generate(input_batch, model)
+
+    generator._call_env, client.generate = noting, last_of_all
+    output = run_generate(generator, "guess_test", COLOURS[:4])
+    assert scored.is_set() and len(output["rewards"]) == 4
+
+
+@pytest.mark.slow
+def test_a_failing_row_stops_the_others_of_its_batch(make_generator):
+    generator = make_generator(batched=True)
+    client = generator.inference_engine_client._client
+    ended = []
+
+    async def fail_on_the_second(input_batch, model=None):
+        client.requests.append(input_batch)
+        if len(client.requests) == 2:
+            raise ConnectionError("engine gone")
+        try:
+            await asyncio.sleep(600)
+        finally:
+            ended.append(input_batch["session_ids"][0])
+
+    client.generate = fail_on_the_second
+    with pytest.raises(ConnectionError, match="engine gone"):
+        run_generate(generator, "silent_test", [{} for _ in range(4)])
+    assert len(ended) == 3 and len(client.finished) == 4
+
+
+@pytest.mark.slow
+def test_a_client_that_answers_for_some_rows_only_is_an_error(make_generator):
+    generator = make_generator(batched=True)
+    client = generator.inference_engine_client._client
+    generate = client.generate
+
+    async def first_without(input_batch, model=None):
+        first = not client.requests
+        output = await generate(input_batch, model)
+        return {**output, "response_logprobs": None} if first else output
+
+    client.generate = first_without
+    with pytest.raises(ValueError, match="no response_logprobs for"):
+        run_generate(generator, "silent_test", [{} for _ in range(3)])
+
+
+@pytest.mark.slow
+def test_a_recipes_own_batched_mode_is_left_alone(make_plain, pool, skyrl_parts):
+    def convert(base):
+        class RecipeGenerator(base):
+            async def generate_batched(self, *args, **kwargs):
+                output = await super().generate_batched(*args, **kwargs)
+                return {**output, "rewards": [reward + 10 for reward in output["rewards"]]}
+
+        return make_generator_class(RecipeGenerator, ScoringConfig(workers=2))
+
+    generator = make_plain(convert, batched=True)
+    generator._env_pool = pool
+    output = run_generate(generator, "trouble_test", troubles("", "gold_failed"))
+    assert [isinstance(mask, UnjudgedMask) for mask in output["loss_masks"]] == [False, True]
+    assert output["rewards"][0] > 10
+    [whole] = generator.inference_engine_client._client.requests
+    assert len(whole["prompt_token_ids"]) == 2
+
+
+@pytest.mark.slow
+def test_scoring_starts_ahead_of_the_first_call(make_generator):
+    generator = make_generator(own_pool=ScoringConfig(workers=2))
+    generator.start_scoring()
+    generator.start_scoring()
+    output = run_generate(generator, "guess_test", COLOURS[:2])
+    assert len(output["rewards"]) == 2 and len(generator._env_pool.process_ids()) == 2
+
+
 @pytest.mark.slow
 def test_inherited_init_and_close_stay_here(make_generator, pool):
     before = pool.counters["calls"]
@@ -282,7 +485,7 @@ def test_functions_that_are_no_environment_calls_take_skyrls_way(make_generator)
     ("batched", "names"), [(False, ("hang", "memory", "hang", "memory")), (True, ("memory", "", "hang", ""))]
 )
 def test_an_action_past_a_limit_is_scored_and_counted(make_generator, batched, names, monkeypatch):
-    monkeypatch.setattr(scoring, "STEP_GRACE_S", 0.7)
+    monkeypatch.setattr(scoring.pool, "STEP_GRACE_S", 0.7)
     env_classes = ["trouble_test"] * 3 + ["stand_in_test"] * 3
     extras = troubles("", *names[:2], *names[2:], "")
     output = run_generate(make_generator(batched=batched), env_classes, extras)
@@ -386,7 +589,7 @@ def test_a_recipes_bird_settings_reach_the_worker_without_skyrl(make_generator, 
     # A gold past the limit leaves every response to it unjudged.
     assert outcomes[2] == {"ok": 0.0, "wrong_result": 0.0, "too_large": 0.0, "gold_failed": 1.0}
     modules = asyncio.run(pool.call(importlib.import_module("plain_envs").TroubleEnv(), "modules"))
-    assert "skyrl_arctic_rl.envs.bird.config" in modules and not {"skyrl", "torch"} & set(modules)
+    assert "skyrl_arctic_rl.envs.bird.parts" in modules and not {"skyrl", "torch"} & set(modules)
 
 
 @pytest.mark.slow
@@ -403,14 +606,15 @@ def test_a_pool_that_cannot_start_is_raised(make_generator):
 
 
 @pytest.mark.slow
-def test_exposed_time_is_what_generation_does_not_hide(make_generator):
+@pytest.mark.parametrize("batched", [False, True])
+def test_exposed_time_is_what_generation_does_not_hide(make_generator, batched):
     slow = troubles(*["slow"] * 4)
-    batched = run_generate(make_generator(batched=True), "trouble_test", slow)["rollout_metrics"]
-    # One after another once everything is generated: all four steps are exposed.
-    assert batched["generate/scoring_busy_s"] >= 1.2
-    assert batched["generate/scoring_exposed_s"] >= 1.2
+    bare = run_generate(make_generator(batched=batched), "trouble_test", slow)["rollout_metrics"]
+    # Nothing is generated any more, and two workers share the four steps.
+    assert bare["generate/scoring_busy_s"] >= 1.2
+    assert bare["generate/scoring_exposed_s"] >= 0.6
 
-    generator = make_generator()
+    generator = make_generator(batched=batched)
 
     async def run():
         # A request that outlasts all scoring hides it.

@@ -32,7 +32,7 @@ from integrations.arctic_rl.scoring import (
 )
 
 IMPORTABLE = Path(__file__).parent / "importable"
-ROOT = Path(scoring.__file__).resolve().parents[2]
+ROOT = Path(scoring.__file__).resolve().parents[3]
 UNBOUNDED = "WITH RECURSIVE r(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM r) SELECT count(*) FROM r"
 THREE_WAY_JOIN = (
     "WITH RECURSIVE t(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM t WHERE n < 6000) "
@@ -177,7 +177,7 @@ def test_time_limit_kills_the_worker(envs, make_pool, query):
 
 
 def test_an_environments_own_limit_of_its_step_comes_with_a_grace(envs, make_pool, monkeypatch):
-    monkeypatch.setattr(scoring, "STEP_GRACE_S", 1.0)
+    monkeypatch.setattr(scoring.pool, "STEP_GRACE_S", 1.0)
     pool = make_pool(workers=1, time_limit_s=0.6)
 
     async def run():
@@ -386,7 +386,7 @@ def test_an_environment_that_cannot_be_pickled_stays_in_a_thread_with_one_warnin
                 await pool.call(env, "step", action)
         return await pool.call(unpicklable[0], "where"), await pool.call(envs.CountingEnv(), "where")
 
-    with caplog.at_level(logging.WARNING, logger=scoring.__name__):
+    with caplog.at_level(logging.WARNING, logger=scoring.pool.__name__):
         here, elsewhere = asyncio.run(run())
     assert here[0] == os.getpid() and here[1] != "MainThread"
     assert elsewhere[0] != os.getpid()
@@ -403,7 +403,7 @@ def test_an_environment_that_cannot_come_back_runs_in_a_thread_from_then_on(envs
     async def run():
         return [await pool.call(env, "step", action) for action in ("wrong", "right")]
 
-    with caplog.at_level(logging.WARNING, logger=scoring.__name__):
+    with caplog.at_level(logging.WARNING, logger=scoring.pool.__name__):
         results = asyncio.run(run())
     assert [result["reward"] for result in results] == [0.0, 1.0]
     assert env.turns == 2 and env.history == ["wrong", "right"]
@@ -413,16 +413,16 @@ def test_an_environment_that_cannot_come_back_runs_in_a_thread_from_then_on(envs
 def test_slots_stay_in_a_thread(envs, make_pool, caplog):
     pool = make_pool(workers=1)
     env = envs.SlottedEnv()
-    with caplog.at_level(logging.WARNING, logger=scoring.__name__):
+    with caplog.at_level(logging.WARNING, logger=scoring.pool.__name__):
         assert asyncio.run(pool.call(env, "step")) == 1
     assert env.turns == 1 and "__slots__" in caplog.text
 
 
 def test_state_tied_to_the_training_stack_stays_in_a_thread_unless_listed(envs, make_pool, caplog, monkeypatch):
-    monkeypatch.setattr(scoring, "_STACK", frozenset({"fractions"}))
+    monkeypatch.setattr(scoring.pool, "_STACK", frozenset({"fractions"}))
     env = envs.CountingEnv()
     env.share = [{"part": Fraction(1, 3)}]
-    with caplog.at_level(logging.WARNING, logger=scoring.__name__):
+    with caplog.at_level(logging.WARNING, logger=scoring.pool.__name__):
         process_id, _ = asyncio.run(make_pool(workers=1).call(env, "where"))
     assert process_id == os.getpid() and "['fractions']" in caplog.text
     process_id, _ = asyncio.run(make_pool(workers=1, modules=["fractions"]).call(env, "where"))
@@ -454,7 +454,7 @@ def test_a_class_that_a_worker_cannot_import_runs_in_a_thread(envs, make_pool, t
     env = importlib.import_module("gone_module").GoneEnv()
     (tmp_path / "gone_module.py").unlink()
     pool = make_pool(workers=1)
-    with caplog.at_level(logging.WARNING, logger=scoring.__name__):
+    with caplog.at_level(logging.WARNING, logger=scoring.pool.__name__):
         assert asyncio.run(pool.call(env, "process_id")) == os.getpid()
     assert "No module named 'gone_module'" in caplog.text
 
@@ -658,7 +658,7 @@ def test_workers_end_when_the_parent_is_killed(tmp_path):
         from integrations.arctic_rl import scoring
         from plain_envs import TroubleEnv
 
-        scoring._BACKSTOP_S = 0.5
+        scoring.process._BACKSTOP_S = 0.5
 
         async def main():
             pool = scoring.EnvPool(scoring.ScoringConfig(workers=2, time_limit_s=1.5))
