@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from .compare import ComparisonMode
 from .execute import ExecutionLimits
@@ -29,6 +29,9 @@ class BirdEnvConfig:
     Plain data of a module that imports no training stack, so that an environment that holds it stays cheap to send to
     the process that scores. Raises BirdSettingError for a value of the wrong type or out of range.
     """
+
+    SECTION: ClassVar[str] = "bird"
+    """What error messages call the section that holds the settings."""
 
     timeout_s: float = 30.0
     """Wall-clock seconds for one query, gold or predicted. One step runs each gold not seen before, and the
@@ -62,30 +65,34 @@ class BirdEnvConfig:
         for name in ("timeout_s", "sqlite_heap_mb", "max_value_mb", "max_compared_rows", "max_kept_rows"):
             value = getattr(self, name)
             if not _is_number(value) or not value > 0:
-                raise BirdSettingError(f"bird.{name}={value!r} must be a number above 0")
+                raise BirdSettingError(f"{self.SECTION}.{name}={value!r} must be a number above 0")
         if not math.isfinite(self.timeout_s):
-            raise BirdSettingError(f"bird.timeout_s={self.timeout_s!r} must be finite: every query needs a limit")
+            raise BirdSettingError(
+                f"{self.SECTION}.timeout_s={self.timeout_s!r} must be finite: every query needs a limit"
+            )
         if not isinstance(self.sqlite_heap_mb, int) or self.sqlite_heap_mb < 8:
             raise BirdSettingError(
-                f"bird.sqlite_heap_mb={self.sqlite_heap_mb!r} must be a whole number of MiB, 8 or more: "
+                f"{self.SECTION}.sqlite_heap_mb={self.sqlite_heap_mb!r} must be a whole number of MiB, 8 or more: "
                 "SQLite's page cache alone takes 2"
             )
         if self.max_value_mb > 1000:
-            raise BirdSettingError(f"bird.max_value_mb={self.max_value_mb!r} must be at most 1000, SQLite's own limit")
+            raise BirdSettingError(
+                f"{self.SECTION}.max_value_mb={self.max_value_mb!r} must be at most 1000, SQLite's own limit"
+            )
         for name in ("max_compared_rows", "max_kept_rows"):
             value = getattr(self, name)
             if not float(value).is_integer():
-                raise BirdSettingError(f"bird.{name}={value!r} must be a whole number of rows")
+                raise BirdSettingError(f"{self.SECTION}.{name}={value!r} must be a whole number of rows")
         if self.comparison not in _MODES:
-            raise BirdSettingError(f"bird.comparison={self.comparison!r} must be one of {', '.join(_MODES)}")
+            raise BirdSettingError(f"{self.SECTION}.comparison={self.comparison!r} must be one of {', '.join(_MODES)}")
         for name, bound in (("float_rtol", 1.0), ("float_atol", math.inf)):
             value = getattr(self, name)
             if not _is_number(value) or not 0 <= value < bound:
-                raise BirdSettingError(f"bird.{name}={value!r} must be a number from 0 to below {bound:g}")
+                raise BirdSettingError(f"{self.SECTION}.{name}={value!r} must be a number from 0 to below {bound:g}")
         if not isinstance(self.empty_gold_earns, bool):
-            raise BirdSettingError(f"bird.empty_gold_earns={self.empty_gold_earns!r} must be true or false")
+            raise BirdSettingError(f"{self.SECTION}.empty_gold_earns={self.empty_gold_earns!r} must be true or false")
         if self.db_root is not None and not isinstance(self.db_root, str):
-            raise BirdSettingError(f"bird.db_root={self.db_root!r} must be the path of a folder, or None")
+            raise BirdSettingError(f"{self.SECTION}.db_root={self.db_root!r} must be the path of a folder, or None")
 
     @classmethod
     def parse(cls, settings: Any) -> Self:
@@ -102,11 +109,11 @@ class BirdEnvConfig:
             settings = dataclasses.asdict(settings)
         if not isinstance(settings, Mapping):
             raise BirdSettingError(
-                f"the bird environment's settings are {settings!r}; write a mapping of {setting_names()}"
+                f"the {cls.SECTION} environment's settings are {settings!r}; write a mapping of {setting_names(cls)}"
             )
         for name in settings:
-            if name not in setting_names():
-                raise BirdSettingError(unknown_setting(str(name)))
+            if name not in setting_names(cls):
+                raise BirdSettingError(unknown_setting(str(name), cls))
         return cls(**dict(settings))
 
     @property
@@ -139,9 +146,9 @@ def memory_problem(config: BirdEnvConfig, memory_limit_mb: int) -> str:
     if config.sqlite_heap_mb <= largest:
         return ""
     return (
-        f"bird.sqlite_heap_mb={config.sqlite_heap_mb} does not fit into a process limited to {memory_limit_mb} MiB, "
-        f"of which the interpreter takes up to {WORKER_BASE_MB}: write at most {largest}, or raise the limit to at "
-        f"least {config.sqlite_heap_mb + WORKER_BASE_MB}"
+        f"{config.SECTION}.sqlite_heap_mb={config.sqlite_heap_mb} does not fit into a process limited to "
+        f"{memory_limit_mb} MiB, of which the interpreter takes up to {WORKER_BASE_MB}: write at most {largest}, or "
+        f"raise the limit to at least {config.sqlite_heap_mb + WORKER_BASE_MB}"
     )
 
 
@@ -149,13 +156,14 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def unknown_setting(name: str) -> str:
+def unknown_setting(name: str, kind: type[BirdEnvConfig] = BirdEnvConfig) -> str:
     """Returns the error message for a setting that does not exist."""
-    nearest = difflib.get_close_matches(name, setting_names(), n=1)
+    section, known = kind.SECTION, setting_names(kind)
+    nearest = difflib.get_close_matches(name, known, n=1)
     hint = f"; did you mean {nearest[0]}?" if nearest else "."
-    return f"bird.{name} is not a setting of the bird environment{hint} Known: {', '.join(setting_names())}"
+    return f"{section}.{name} is not a setting of the {section} environment{hint} Known: {', '.join(known)}"
 
 
-def setting_names() -> list[str]:
+def setting_names(kind: type[BirdEnvConfig] = BirdEnvConfig) -> list[str]:
     """Returns the names of all settings."""
-    return [field.name for field in dataclasses.fields(BirdEnvConfig)]
+    return [field.name for field in dataclasses.fields(kind)]

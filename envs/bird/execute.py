@@ -104,11 +104,11 @@ class QueryResult:
     error: str = ""
     """Why it did not end well; empty if it did."""
     columns: tuple[str, ...] = ()
-    """Column names, if the query ran to its end."""
+    """Column names, if the query ran to its end or gave too many rows."""
     fingerprint: Fingerprint | None = None
     """Stands for all rows, if the query ran to its end."""
     rows: tuple[tuple[Value, ...], ...] = ()
-    """The first rows, as many as are kept."""
+    """The first rows, as many as are kept, if there are columns."""
     rows_cut: bool = False
     """There are more rows than are kept."""
     packed_rows: bytes = b""
@@ -201,14 +201,14 @@ def _run_confined(
         outcome, error = Outcome.OUT_OF_MEMORY, "out of memory"
     except (sqlite3.Error, UnicodeEncodeError) as failure:
         outcome, error = _classify(failure, guard, db_path)
-    finished = outcome is Outcome.OK
+    shown = outcome in (Outcome.OK, Outcome.TOO_LARGE)
     return QueryResult(
         outcome=outcome,
         error=error[:_MAX_ERROR_CHARACTERS],
-        columns=columns if finished else (),
-        fingerprint=digester.fingerprint() if finished else None,
-        rows=tuple(kept.rows) if finished else (),
-        rows_cut=kept.cut if finished else False,
+        columns=columns if shown else (),
+        fingerprint=digester.fingerprint() if outcome is Outcome.OK else None,
+        rows=tuple(kept.rows) if shown else (),
+        rows_cut=outcome is Outcome.TOO_LARGE or (shown and kept.cut),
         seconds=time.monotonic() - start,
     )
 
