@@ -7,11 +7,13 @@ from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from typing import Any
 
+from .algorithm_rules import correction_refusals, loss_problems
 from .backends import registry
 from .config import PREFIX
-from .loss_config import loss_request
 from .sampling_params import to_vllm_kwargs
+from .server.schedule import schedule_problems
 from .server_config import server_config
+from .support.leaves import value_of
 
 
 def setting_problems(cfg: Any) -> list[str]:
@@ -20,7 +22,8 @@ def setting_problems(cfg: Any) -> list[str]:
     Args:
         cfg: a ``SkyRLTrainConfig`` with ``trainer.arctic_rl``.
     """
-    checks = (_backend, _modules, _counts, _optimizer, _sampling, _server, _loss, _own_loss)
+    losses = (loss_problems, correction_refusals, _own_loss)
+    checks = (_backend, _modules, _counts, _optimizer, _sampling, _server, *losses)
     return [line for check in checks for line in check(cfg)]
 
 
@@ -49,24 +52,38 @@ def _module_exists(module: str) -> bool:
         return False
 
 
+_COUNTS = (
+    "trainer.epochs",
+    "trainer.update_epochs_per_batch",
+    "trainer.train_batch_size",
+    "trainer.policy_mini_batch_size",
+    "trainer.micro_train_batch_size_per_gpu",
+    "trainer.micro_forward_batch_size_per_gpu",
+    "trainer.eval_batch_size",
+    "trainer.max_prompt_length",
+    "trainer.placement.policy_num_nodes",
+    "trainer.placement.policy_num_gpus_per_node",
+    "trainer.placement.ref_num_nodes",
+    "trainer.placement.ref_num_gpus_per_node",
+    "generator.n_samples_per_prompt",
+    "generator.eval_n_samples_per_prompt",
+    "generator.inference_engine.num_engines",
+    "generator.inference_engine.tensor_parallel_size",
+    "generator.inference_engine.pipeline_parallel_size",
+    "generator.inference_engine.data_parallel_size",
+    "generator.inference_engine.max_num_seqs",
+    "generator.inference_engine.max_num_batched_tokens",
+)
+
+
 def _counts(cfg: Any) -> Iterator[str]:
-    trainer = cfg.trainer
-    counts = {
-        "trainer.epochs": trainer.epochs,
-        "trainer.update_epochs_per_batch": trainer.update_epochs_per_batch,
-        "trainer.placement.policy_num_nodes": trainer.placement.policy_num_nodes,
-        "trainer.placement.policy_num_gpus_per_node": trainer.placement.policy_num_gpus_per_node,
-        "generator.n_samples_per_prompt": cfg.generator.n_samples_per_prompt,
-        "generator.inference_engine.num_engines": cfg.generator.inference_engine.num_engines,
-    }
-    for setting, value in counts.items():
+    for setting in _COUNTS:
+        value = value_of(cfg, setting)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             yield f"{setting}={value!r} must be a whole number of at least 1"
 
 
 def _optimizer(cfg: Any) -> Iterator[str]:
-    from transformers import SchedulerType
-
     prefix = "trainer.policy.optimizer_config"
     optimizer = cfg.trainer.policy.optimizer_config
     for name in ("lr", "weight_decay", "max_grad_norm"):
@@ -79,9 +96,6 @@ def _optimizer(cfg: Any) -> Iterator[str]:
     warmup = optimizer.num_warmup_steps
     if isinstance(warmup, bool) or not isinstance(warmup, int) or warmup < 0:
         yield f"{prefix}.num_warmup_steps={warmup!r} must be a whole number of optimizer steps"
-    schedulers = [scheduler.value for scheduler in SchedulerType]
-    if optimizer.scheduler not in schedulers:
-        yield f"{prefix}.scheduler={optimizer.scheduler!r} is not one of {', '.join(schedulers)}"
 
 
 def _sampling(cfg: Any) -> Iterator[str]:
@@ -99,21 +113,17 @@ def _sampling(cfg: Any) -> Iterator[str]:
 
 
 def _server(cfg: Any) -> Iterator[str]:
-    if not list(_optimizer(cfg)):
-        yield from _failure(lambda: server_config(cfg, run_id="", env_vars={}))
+    if any(_optimizer(cfg)) or any(loss_problems(cfg)):
+        return
+    try:
+        config = server_config(cfg, run_id="", env_vars={})
+    except ValueError as error:
+        yield from str(error).splitlines()
+    else:
+        yield from schedule_problems(config.policy.optimizer)
 
 
-def _loss(cfg: Any) -> Iterator[str]:
-    from .processors.losses import GrpoConfig
-    from .processors.regularizers import RegularizedConfig
-
-    processing, _ = loss_request(cfg)
-    kind = GrpoConfig if processing["loss_fn"] == "grpo" else RegularizedConfig
-    for line in _failure(lambda: kind(**processing["config"])):
-        yield f"trainer.algorithm: {line}"
-
-
-_TAKES_THE_REDUCTION_ITSELF = ("grpo", "verl_grpo", "regularized")
+_TAKES_THE_REDUCTION_ITSELF = ("grpo", "verl_grpo", "regularized", "skyrl_policy_loss")
 
 
 def _own_loss(cfg: Any) -> Iterator[str]:

@@ -52,6 +52,12 @@ class ArcticRLConfig:
     """Softmax in float32 whatever the model's dtype; false = in the logits' dtype (bfloat16: off by up to 0.1 nat)."""
     logits_compute_from_fp32_inputs: bool = False
     """Multiply float32 copies of hidden states and LM head, so that logits are float32 too."""
+    lr_warmup_ratio: float | None = None
+    """Warm-up as a share of all optimizer steps of the run, rounded to whole steps; None =
+    trainer.policy.optimizer_config.num_warmup_steps."""
+    min_lr_ratio: float | None = None
+    """Where the learning rate ends, as a share of its peak; for the schedules cosine_with_min_lr,
+    cosine_warmup_with_min_lr, which need it, and polynomial. None = the schedule's own end."""
     scoring_workers: int | None = None
     """Processes that run environment calls; None = the cores of the machine, at most 8."""
     scoring_time_limit_s: float = 30.0
@@ -79,6 +85,8 @@ _RANGES: dict[str, tuple[float, float | None]] = {
     "cpu_threads": (1, 1024),
     "cpu_kv_cache_gib": (0.01, None),
     "logits_optimization_peak_mem_size_in_gib": (1e-6, None),
+    "lr_warmup_ratio": (0, 1),
+    "min_lr_ratio": (0, 1),
     "scoring_workers": (1, 1024),
     "scoring_time_limit_s": (0.1, None),
     "scoring_memory_limit_mb": (256, None),

@@ -15,7 +15,10 @@ from .backends.base import RemoteBackend
 from .backends.loop_thread import LoopThread
 from .errors import UnsupportedError
 from .layout import repack_to_verl, response_to_skyrl
-from .loss_config import logits_meta, loss_request, skyrl_metrics
+from .loss_config import logits_meta, loss_request, reads_old_logprobs, skyrl_metrics
+from .micro_batches import micro_batch_counts, skyrl_micro_batch_ids
+from .off_policy import correction_weights
+from .processors.packing import plan_micro_batches
 from .step_log import STEP_LOG_NAME, StepLog
 
 StagedMiniBatch = TrainingInputBatch
@@ -43,10 +46,11 @@ class ArcticDispatch:
         self._loop = loop
         self._pad_token_id = pad_token_id
         self._inference_client = inference_client
-        self._processing, self._loss_meta = loss_request(cfg)
+        self._loss = loss_request(cfg)
         self._logits_meta = logits_meta(cfg)
         self._step_log = StepLog(Path(cfg.trainer.log_path) / STEP_LOG_NAME)
         self._last_weight_sync_s: float | None = None
+        self._update_of_step = (0, 0)
         self._uses_reference = cfg.trainer.algorithm.use_kl_loss or cfg.trainer.algorithm.use_kl_in_reward
 
     def get_lcm_dp_size(self) -> int:
@@ -122,20 +126,69 @@ class ArcticDispatch:
 
         Returns:
             Scalar metrics under SkyRL's names, means over the whole mini-batch.
+
+        Raises:
+            UnsupportedError: the batch lacks log-probs that the recipe's loss or correction needs.
         """
         self._refuse_tinker_arguments(loss_fn, loss_fn_config, model_id)
         self._check_model(model, trained=True)
-        padded, rows = self._pad_rows(model, data)
-        batch = repack_to_verl(padded, self._pad_token_id)
-        batch = {key: value for key, value in batch.items() if key not in _DRIVER_ONLY}
-        batch["old_log_probs"] = batch.pop("action_log_probs")
-        if "base_action_log_probs" in batch:
-            batch["ref_log_prob"] = batch.pop("base_action_log_probs")
-        meta = self._meta(model, batch, rows, "micro_train_batch_size_per_gpu")
-        result = self._loop.run(self._backend.fwd_bwd(batch, meta | self._loss_meta, self._processing))
+        if data.get("action_log_probs") is None and reads_old_logprobs(self._cfg):
+            raise UnsupportedError(
+                "the batch has no action_log_probs, and the policy loss is a ratio to them: forward, or "
+                "forward_from_staged, gives them"
+            )
+        tensors = {name: values for name, values in data.items() if name not in _DRIVER_ONLY}
+        weighting: dict[str, float] = {}
+        if self._loss.corrected:
+            correction = self._cfg.trainer.algorithm.off_policy_correction
+            tensors["rollout_is_weights"], weighting = correction_weights(data, correction)
+        padded, rows = self._pad_rows(model, _with_metadata(tensors, data))
+        batch = self._update_payload(padded)
+        meta = self._meta(model, batch, rows, "micro_train_batch_size_per_gpu") | self._loss.meta
+        if self._loss.own_micro_batches:
+            batch["micro_batch_ids"] = skyrl_micro_batch_ids(
+                batch["attention_mask"], ranks=meta["dp_size"], trainer=self._cfg.trainer
+            )
+            meta["random_key"] = self._random_key(data)
+        result = self._loop.run(self._backend.fwd_bwd(batch, meta, self._loss.processing))
+        result["metrics"] = result["metrics"] | weighting
         self._step_log.mini_batch(result, num_tokens=meta["batch_num_tokens"], num_rows=meta["global_batch_size"])
         metrics = skyrl_metrics(self._cfg, result, response_length=batch["responses"].shape[1])
-        return WorkerOutput(metrics=metrics)
+        return WorkerOutput(metrics=metrics | self._micro_batch_metrics(batch, meta))
+
+    def _update_payload(self, padded: TrainingInputBatch) -> dict[str, torch.Tensor]:
+        """The tensors of an update in the server's layout.
+
+        A loss that may look at any entry finds each row's last tokens as SkyRL's worker does, the end of the prompt
+        in front of a shorter response; any other finds the response alone.
+        """
+        source = padded
+        if self._loss.own_micro_batches:
+            window = padded["attention_mask"][:, -padded["response_mask"].shape[1] :]
+            source = {**padded, "response_mask": window}
+        batch = repack_to_verl(source, self._pad_token_id)
+        for ours, theirs in (("old_log_probs", "action_log_probs"), ("ref_log_prob", "base_action_log_probs")):
+            if theirs in batch:
+                batch[ours] = batch.pop(theirs)
+        return batch
+
+    def _random_key(self, data: TrainingInputBatch) -> list[int]:
+        """Numbers of a mini-batch that no other of the run has: seed, batch, place among the batch's updates."""
+        step = (data.metadata or {}).get("global_step", 0)
+        of_step, place = self._update_of_step
+        place = place + 1 if step == of_step else 0
+        self._update_of_step = (step, place)
+        return [self._cfg.trainer.seed % 2**32, step, place]
+
+    def _micro_batch_metrics(self, batch: dict[str, torch.Tensor], meta: dict[str, Any]) -> dict[str, float]:
+        """SkyRL's counts where a recipe limits micro-batches by tokens."""
+        if self._cfg.trainer.max_tokens_per_microbatch <= 0:
+            return {}
+        ranks = meta["dp_size"]
+        if self._loss.own_micro_batches:
+            return micro_batch_counts((batch["micro_batch_ids"].view(ranks, -1).amax(dim=1) + 1).tolist())
+        lengths = batch["attention_mask"].sum(dim=1).view(ranks, -1)
+        return micro_batch_counts([len(plan_micro_batches(rank, meta["max_token_len_per_gpu"])) for rank in lengths])
 
     def forward_backward_from_staged(
         self,
@@ -295,4 +348,10 @@ class ArcticDispatch:
         }
 
 
-_DRIVER_ONLY = ("rollout_logprobs", "rewards", "returns", "values")
+def _with_metadata(tensors: dict[str, Any], source: TrainingInputBatch) -> TrainingInputBatch:
+    batch = TrainingInputBatch(tensors)
+    batch.metadata = source.metadata
+    return batch
+
+
+_DRIVER_ONLY = ("rewards", "returns", "values")

@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 from .errors import UnsupportedError
+from .loss_config import packed_policy_loss
 from .server.sampling_spec import SamplingSpec
 from .server.specs import OptimizerSpec, ServerConfig, TrainingSpec
 
@@ -66,6 +67,8 @@ def _training_spec(cfg: Any, role: str, threads: int) -> TrainingSpec:
             max_grad_norm=float(optimizer.max_grad_norm),
             scheduler=optimizer.scheduler,
             num_warmup_steps=int(optimizer.num_warmup_steps),
+            lr_warmup_ratio=trainer.arctic_rl.lr_warmup_ratio,
+            min_lr_ratio=trainer.arctic_rl.min_lr_ratio,
         ),
         gradient_checkpointing=trainer.gradient_checkpointing,
         gradient_checkpointing_use_reentrant=trainer.gradient_checkpointing_use_reentrant,
@@ -73,7 +76,8 @@ def _training_spec(cfg: Any, role: str, threads: int) -> TrainingSpec:
         device="cpu",
         threads=threads,
         processor_modules=tuple(trainer.arctic_rl.processor_modules),
-        loss_fn=trainer.arctic_rl.loss_fn,
+        loss_fn=trainer.arctic_rl.loss_fn if role == "policy" else None,
+        policy_loss=packed_policy_loss(cfg) if role == "policy" else None,
     )
 
 
@@ -87,7 +91,7 @@ def _sampling_spec(cfg: Any) -> SamplingSpec:
     return SamplingSpec(
         model_path=cfg.trainer.policy.model.path,
         dtype=_dtype("generator.inference_engine.model_dtype", engine.model_dtype),
-        tensor_parallel_size=engine.tensor_parallel_size,
+        tensor_parallel_size=1,
         max_model_len=kwargs.pop("max_model_len", None),
         max_num_seqs=engine.max_num_seqs,
         max_num_batched_tokens=engine.max_num_batched_tokens,

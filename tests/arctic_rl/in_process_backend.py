@@ -106,6 +106,11 @@ class InProcessBackend(RemoteBackend):
         self.version += 1
         return self.version
 
+    async def update_reference(self) -> None:
+        self._record("update_reference")
+        if "ref" in self._engines:
+            self._engines["ref"].module.load_state_dict(self._engines["policy"].module.state_dict())
+
     async def sleep_sampling(self, level: int) -> None:
         self._record("sleep_sampling", level)
 
@@ -176,9 +181,11 @@ class _Engine:
 
 
 def _over_ranks(name: str, values: list[float], tokens: list[float]) -> float:
-    """Losses are averaged over ranks, deviations have their largest, everything else is a mean over tokens."""
+    """Losses are averaged over ranks, extremes are those of all ranks, everything else is a mean over tokens."""
     if name.endswith("loss"):
         return sum(values) / len(values)
-    if name.endswith("_max_deviation"):
+    if name.endswith(("_max_deviation", "_max")):
         return max(values)
+    if name.endswith("_min"):
+        return min(values)
     return sum(value * count for value, count in zip(values, tokens, strict=True)) / max(sum(tokens), 1)

@@ -99,7 +99,7 @@ def stated_batch(**tensors):
             "advantages": torch.tensor([[0.1, 0.2, 0.3], [9.0, 9.0, 0.9]]),
             "action_log_probs": torch.tensor([[-1.0, -2.0, -3.0], [9.0, 9.0, -4.0]]),
             "base_action_log_probs": None,
-            "rollout_logprobs": torch.zeros(2, 3),
+            "rollout_logprobs": torch.tensor([[-1.5, -2.5, -3.5], [9.0, 9.0, -4.5]]),
             "rewards": torch.zeros(2, 3),
             "returns": torch.zeros(2, 3),
             "values": None,
@@ -207,6 +207,7 @@ class TestForwardBackward:
             "loss_mask": [[1, 0, 1], [1, 0, 0]],
             "advantages": torch.tensor([[0.1, 0.2, 0.3], [0.9, 0, 0]]).tolist(),
             "old_log_probs": [[-1, -2, -3], [-4, 0, 0]],
+            "rollout_logprobs": [[-1.5, -2.5, -3.5], [-4.5, 0, 0]],
         }
         assert {name: values.tolist() for name, values in batch.items()} == expected
         assert meta == {
@@ -308,7 +309,7 @@ class TestForwardBackward:
     def test_a_missing_old_log_prob_is_never_made_up(self, dispatch_to, policy):
         batch = stated_batch()
         del batch["action_log_probs"]
-        with pytest.raises(KeyError, match="action_log_probs"):
+        with pytest.raises(UnsupportedError, match="action_log_probs"):
             dispatch_to(InProcessBackend({"policy": packable(policy)})).forward_backward("policy", batch)
 
 

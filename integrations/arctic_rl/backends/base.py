@@ -51,6 +51,10 @@ class RemoteBackend(ABC):
         """Bring the policy's weights to every engine; returns the version that they now hold."""
 
     @abstractmethod
+    async def update_reference(self) -> None:
+        """Make the reference model a copy of the policy as it is now."""
+
+    @abstractmethod
     async def sleep_sampling(self, level: int) -> None:
         """Release the engines' memory until ``wake_sampling``."""
 

@@ -105,6 +105,15 @@ class BuiltinBackend(RemoteBackend):
         self._prompt_engine.clear()
         return version
 
+    async def update_reference(self) -> None:
+        directory = tempfile.mkdtemp(prefix="reference-", dir=self._run_dir)
+        try:
+            dtype = self._config.reference.dtype
+            exported = await self._call_all(self._names("policy"), "export_weights", directory, 0, dtype)
+            await self._call_all(self._names("ref"), "load_weights", exported[0])
+        finally:
+            shutil.rmtree(directory)
+
     async def sleep_sampling(self, level: int) -> None:
         await self._call_all(self._names("sampling"), "sleep", level)
 

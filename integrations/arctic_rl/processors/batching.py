@@ -46,7 +46,8 @@ class RowBatch:
 
         Args:
             batch: ``input_ids`` and ``attention_mask`` [B, S], and anything else; or, already packed, ``input_ids``
-                [1, T] with ``cu_seqlens`` here or in ``meta`` and token tensors [1, T].
+                [1, T] with ``cu_seqlens`` here or in ``meta`` and token tensors [1, T]. ``micro_batch_ids`` [B] says
+                which rows go together instead of the token budget.
             meta: tensors of B rows are split with them, everything else is shared.
             pack: lay rows end to end, by token budget; else one micro-batch as it is.
 
@@ -97,7 +98,18 @@ class RowBatch:
             return []
         if self.packed_input is not None or not self._pack:
             return [list(range(self.num_rows))]
+        if self._batch.get("micro_batch_ids") is not None:
+            return self._given_plan(self._batch["micro_batch_ids"])
         return plan_micro_batches(self.lengths.cpu(), max_tokens)
+
+    def _given_plan(self, ids: Any) -> list[list[int]]:
+        """Rows by their number in ``micro_batch_ids``, which count from 0."""
+        if not isinstance(ids, torch.Tensor) or ids.shape != (self.num_rows,) or ids.is_floating_point():
+            raise ValueError(f"micro_batch_ids must be whole numbers [B] of the {self.num_rows} rows")
+        counts = ids.clamp(min=0).bincount()
+        if ids.min() < 0 or not counts.all():
+            raise ValueError(f"micro_batch_ids must count from 0 without a gap, got {ids.unique().tolist()}")
+        return [rows.tolist() for rows in ids.argsort(stable=True).split(counts.tolist())]
 
     def micro_batch(self, rows: list[int], meta: Mapping[str, Any], device: Any) -> MicroBatch:
         """The given rows on ``device``; ``meta`` is added to the batch's own."""

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["gather", "world_size"]
+__all__ = ["gather", "rank", "world_size"]
 
 
 def world_size() -> int:
@@ -20,3 +20,8 @@ def gather(value: Any) -> list[Any]:
     values: list[Any] = [None] * size
     dist.all_gather_object(values, value)
     return values
+
+
+def rank() -> int:
+    """This process's rank in the default process group; 0 if there is none."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0

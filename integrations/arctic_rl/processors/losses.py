@@ -13,13 +13,11 @@ from ..errors import UnsupportedError
 from .aggregation import LOSS_AGG_MODES, aggregate, masked_sum
 from .loss_settings import check_choice, mask_of, required, settings_of
 from .metrics import LossShare, Maximum
+from .policy_losses import MAX_LOG_RATIO
 from .registry import register_loss_fn
 from .regularizers import RegularizerConfig, regularizers
 
 __all__ = ["GrpoConfig", "SftConfig", "grpo_loss", "sft_loss"]
-
-_MAX_LOG_RATIO = 20.0
-"""Bound of log-ratios before exp: exp(20) is finite in float32 with room for a gradient (SkyRL's safe_exp_delta)."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +91,7 @@ def grpo_loss(
     low = settings.clip_ratio if settings.clip_ratio_low is None else settings.clip_ratio_low
     high = settings.clip_ratio if settings.clip_ratio_high is None else settings.clip_ratio_high
 
-    log_ratio = (logprobs - old_logprobs).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+    log_ratio = (logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio = log_ratio.exp()
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - low, 1 + high)

@@ -5,16 +5,18 @@ A loss returns, per name, one of
     (sum, weight)          total sum / total weight
     ``LossShare(value)``   summed over micro-batches and averaged over ranks, as the loss itself is
     ``Maximum(value)``     largest value
+    ``Minimum(value)``     smallest value; 0 if every one is infinite, which stands for a minimum over nothing
 Values may be Python numbers, or tensors of one element.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-__all__ = ["LossShare", "Maximum", "MetricTable", "merge"]
+__all__ = ["LossShare", "Maximum", "MetricTable", "Minimum", "merge"]
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,13 @@ class LossShare:
 @dataclass(frozen=True)
 class Maximum:
     """A value of which the largest counts."""
+
+    value: float | torch.Tensor
+
+
+@dataclass(frozen=True)
+class Minimum:
+    """A value of which the smallest counts; infinity stands for a minimum over nothing."""
 
     value: float | torch.Tensor
 
@@ -51,8 +60,8 @@ class MetricTable:
             seen, total, total_weight = self._totals[name]
             if seen != kind:
                 raise ValueError(f"metric {name!r} was a {seen} in one micro-batch and is a {kind} in another")
-            if kind == "maximum":
-                self._totals[name] = (kind, torch.maximum(total, value), weight)
+            if kind in _EXTREMES:
+                self._totals[name] = (kind, _EXTREMES[kind](total, value), weight)
             else:
                 self._totals[name] = (kind, total + value, total_weight + weight)
 
@@ -81,6 +90,8 @@ def merge(ranks: list[dict[str, tuple[str, float, float]]]) -> dict[str, float]:
     for name, (kind, values, weights) in merged.items():
         if kind == "maximum":
             result[name] = max(values)
+        elif kind == "minimum":
+            result[name] = 0.0 if min(values) == math.inf else min(values)
         elif kind == "loss share":
             result[name] = sum(values) / len(ranks)
         else:
@@ -88,9 +99,12 @@ def merge(ranks: list[dict[str, tuple[str, float, float]]]) -> dict[str, float]:
     return result
 
 
+_EXTREMES = {"maximum": torch.maximum, "minimum": torch.minimum}
+
+
 def _kind(name: str, metric: Any, num_tokens: float) -> tuple[str, torch.Tensor, torch.Tensor]:
-    if isinstance(metric, Maximum):
-        return "maximum", _scalar(name, metric.value), _scalar(name, 1.0)
+    if isinstance(metric, Maximum | Minimum):
+        return type(metric).__name__.lower(), _scalar(name, metric.value), _scalar(name, 1.0)
     if isinstance(metric, LossShare):
         return "loss share", _scalar(name, metric.value), _scalar(name, 1.0)
     if isinstance(metric, tuple):
@@ -106,4 +120,6 @@ def _scalar(name: str, value: Any) -> torch.Tensor:
         return value.detach().double().reshape(()).cpu()
     if isinstance(value, bool | int | float) or (hasattr(value, "__float__") and getattr(value, "ndim", 1) == 0):
         return torch.tensor(float(value), dtype=torch.float64)
-    raise ValueError(f"metric {name!r} is {value!r}; a metric is a number, a pair (sum, weight), LossShare or Maximum")
+    raise ValueError(
+        f"metric {name!r} is {value!r}; a metric is a number, a pair (sum, weight), LossShare, Maximum or Minimum"
+    )

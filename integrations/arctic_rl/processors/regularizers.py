@@ -10,10 +10,13 @@ from ..errors import UnsupportedError
 from .aggregation import LOSS_AGG_MODES, aggregate, masked_sum
 from .kl import KL_TYPES, kl_estimate
 from .loss_settings import check_choice, mask_of, required, settings_of
-from .metrics import LossShare
+from .metrics import LossShare, Maximum, Minimum
 from .registry import get_loss_fn, register_loss_fn
 
-__all__ = ["RegularizedConfig", "RegularizerConfig", "regularized_loss", "regularizers"]
+__all__ = ["DRIFT", "RegularizedConfig", "RegularizerConfig", "regularized_loss", "regularizers"]
+
+DRIFT = "minibatch_rollout_logprobs_abs_diff"
+"""Prefix of the metrics of how far the sampler's log-probs are from those trained on, SkyRL's name."""
 
 
 @dataclass(frozen=True)
@@ -67,11 +70,13 @@ def regularizers(
 
     Args:
         model_outputs: ``logprobs`` [b, S]; ``entropy`` [b, S] if entropy_coeff is not 0 or the metric is wanted.
-        batch: ``loss_mask`` [b, S]; ``ref_log_prob`` [b, S] with use_kl_loss.
-        meta: denominators of the mini-batch; ``calculate_entropy`` asks for the metric.
+        batch: ``loss_mask`` [b, S]; ``ref_log_prob`` [b, S] with use_kl_loss; ``rollout_logprobs`` [b, S] for the
+            metrics of :data:`DRIFT`.
+        meta: denominators of the mini-batch and ``response_len``; ``calculate_entropy`` asks for the metric.
 
     Returns:
-        The sum of the terms, None if there is none, and the metrics entropy and kl_loss, where they were computed.
+        The sum of the terms, None if there is none, and the metrics entropy, kl_loss and :data:`DRIFT`'s, where they
+        could be computed.
     """
     mask = mask_of(batch, "regularized")
     kept = mask != 0
@@ -94,7 +99,25 @@ def regularizers(
         metrics["kl_loss"] = LossShare(kl_loss)
         weighted = settings.kl_loss_coef * kl_loss
         term = weighted if term is None else term + weighted
+    if batch.get("rollout_logprobs") is not None:
+        metrics |= _drift(model_outputs["logprobs"].detach(), batch["rollout_logprobs"], mask, meta["response_len"])
     return term, metrics
+
+
+def _drift(
+    logprobs: torch.Tensor, rollout_logprobs: torch.Tensor, mask: torch.Tensor, response_len: int
+) -> dict[str, Any]:
+    """Moments and extremes of the tokens' absolute differences; as in SkyRL, a response position without loss is 0 in
+    the extremes."""
+    difference = torch.where(mask != 0, (logprobs - rollout_logprobs).abs(), 0)
+    num_tokens = mask.sum()
+    positions = (difference * mask)[:, mask.shape[1] - response_len :]
+    return {
+        f"{DRIFT}_mean": (masked_sum(difference, mask), num_tokens),
+        f"{DRIFT}_sq_mean": (masked_sum(difference.square(), mask), num_tokens),
+        f"{DRIFT}_max": Maximum(positions.max()),
+        f"{DRIFT}_min": Minimum(positions.min()),
+    }
 
 
 @register_loss_fn("regularized")
@@ -107,8 +130,13 @@ def regularized_loss(
         The loss, and the metrics pg_loss, those of the inner loss, and those of :func:`regularizers`.
 
     Raises:
-        UnsupportedError: a setting or the inner loss is unknown, or a metric has a name of the terms' own.
+        UnsupportedError: a setting or the inner loss is unknown, settings came in ``actor_config``, or a metric has a
+            name of the terms' own.
     """
+    if meta.get("actor_config"):
+        raise UnsupportedError(
+            f"actor_config={dict(meta['actor_config'])!r}: the regularized loss takes its settings from config only"
+        )
     settings = settings_of(RegularizedConfig, "regularized", config, {})
     inner = get_loss_fn(settings.policy_loss)
     policy_loss, inner_metrics = inner(model_outputs, batch, meta, dict(settings.policy_loss_config or {}), device)

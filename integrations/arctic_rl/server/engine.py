@@ -68,18 +68,6 @@ def build_optimizer(model: torch.nn.Module, spec: OptimizerSpec) -> torch.optim.
     return torch.optim.AdamW(model.parameters(), lr=spec.lr, betas=spec.betas, weight_decay=spec.weight_decay)
 
 
-def build_scheduler(optimizer: torch.optim.Optimizer, spec: OptimizerSpec, num_training_steps: int):
-    """The ``transformers`` schedule of that name over ``num_training_steps`` optimizer steps."""
-    from transformers import get_scheduler
-
-    return get_scheduler(
-        spec.scheduler,
-        optimizer,
-        num_warmup_steps=spec.num_warmup_steps,
-        num_training_steps=num_training_steps,
-    )
-
-
 def initialize_engine(model: PreTrainedModel, spec: TrainingSpec) -> tuple[Any, torch.optim.AdamW]:
     """Wrap the model into a DeepSpeed engine; returns it with the optimizer whose ``param_groups`` it uses."""
     import deepspeed

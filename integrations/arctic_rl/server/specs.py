@@ -22,6 +22,10 @@ class OptimizerSpec:
     """Name of a ``transformers`` learning-rate schedule."""
     num_warmup_steps: int
     """Warm-up, in optimizer steps."""
+    lr_warmup_ratio: float | None = None
+    """Warm-up as a share of the horizon; None = ``num_warmup_steps``."""
+    min_lr_ratio: float | None = None
+    """Rate at the end over the peak rate, where the schedule has such an end; None = the schedule's own."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,8 @@ class TrainingSpec:
     """Modules to import that register post-processors or losses."""
     loss_fn: str | None
     """A loss of the user's that updates will name; looked up at start-up, so that a wrong name ends the run there."""
+    policy_loss: bytes | None = field(default=None, repr=False)
+    """A loss that updates will carry (``processors.skyrl_losses``), loaded at start-up for the same reason."""
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,9 @@ class TrainingWorker:
         import torch
 
         from ..processors.registry import get_loss_fn, import_processor_modules
-        from .engine import InferenceEngine, build_scheduler, initialize_engine, load_model
+        from ..processors.skyrl_losses import load_policy_loss
+        from .engine import InferenceEngine, initialize_engine, load_model
+        from .schedule import build_scheduler
 
         os.environ.update(
             MASTER_ADDR=master_address,
@@ -67,6 +69,8 @@ class TrainingWorker:
         import_processor_modules(self._spec.processor_modules)
         if self._spec.loss_fn is not None:
             get_loss_fn(self._spec.loss_fn)
+        if self._spec.policy_loss is not None:
+            load_policy_loss(self._spec.policy_loss)
         _init_distributed(self._spec.device)
         model = load_model(self._spec)
         if self._spec.role == "ref":
@@ -129,6 +133,26 @@ class TrainingWorker:
         for _ in parameters:
             pass
         return None
+
+    def load_weights(self, manifest: str) -> None:
+        """Replace all parameters of a reference model by weights that ``export_weights`` of the policy wrote.
+
+        Raises:
+            ArcticError: when a tensor is missing, unknown or of another shape; nothing has been replaced then.
+        """
+        import torch
+
+        from ..errors import ArcticError
+        from .weights import TensorSpec, compare_manifest, iter_weights, read_manifest
+
+        parameters = dict(self._engine.module.named_parameters())
+        expected = [TensorSpec(name, tuple(value.shape), self._spec.dtype) for name, value in parameters.items()]
+        problems = compare_manifest(read_manifest(manifest), expected, self._spec.dtype)
+        if problems:
+            raise ArcticError("the policy's weights do not fit the reference model:\n" + "\n".join(problems))
+        with torch.no_grad():
+            for name, value in iter_weights(manifest):
+                parameters[name].copy_(value)
 
     def save_checkpoint(self, directory: str) -> None:
         """Write this rank's share of weights, optimizer state, schedule and random state below ``directory``."""
