@@ -1,9 +1,9 @@
 from types import SimpleNamespace
 
 import pytest
+from skyrl_arctic_rl.envs.bird.config import WORKER_BASE_MB, BirdEnvConfig
 
 from integrations.arctic_rl.scoring_checks import scoring_problems
-from skyrl_arctic_rl.envs.bird.config import WORKER_BASE_MB, BirdEnvConfig
 
 
 def problems(limit_mb, env_class="bird", bird=None, bird_sql=None):
