@@ -11,6 +11,7 @@ from .algorithm_rules import correction_refusals, loss_problems
 from .backends import registry
 from .config import PREFIX
 from .sampling_params import to_vllm_kwargs
+from .scoring_checks import scoring_problems
 from .server.schedule import schedule_problems
 from .server_config import server_config
 from .support.leaves import value_of
@@ -23,7 +24,7 @@ def setting_problems(cfg: Any) -> list[str]:
         cfg: a ``SkyRLTrainConfig`` with ``trainer.arctic_rl``.
     """
     losses = (loss_problems, correction_refusals, _own_loss)
-    checks = (_backend, _modules, _counts, _optimizer, _sampling, _server, *losses)
+    checks = (_backend, _modules, _counts, _optimizer, _sampling, _server, scoring_problems, *losses)
     return [line for check in checks for line in check(cfg)]
 
 
