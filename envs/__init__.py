@@ -43,3 +43,4 @@ def _source(entry_point: object) -> object:
 
 for _env_id in ("bird", "bird_sql"):
     register_env(_env_id, f"{__name__}.bird.env:BirdEnv")
+register_env("bird_multi_turn", f"{__name__}.bird.multi_turn:BirdMultiTurnEnv")

@@ -7,9 +7,10 @@ from typing import Any
 
 from .config import BirdEnvConfig
 from .database import PendingChangesError, open_read_only
+from .sections import SECTIONS
 from .task import read_task
 
-ENV_IDS = frozenset({"bird", "bird_sql"})
+ENV_IDS = frozenset(SECTIONS)
 
 _HEADER = b"SQLite format 3\0"
 

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Generator, Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 
@@ -28,6 +28,8 @@ class BirdEnv(BaseTextEnv):
     says nothing about the response.
     """
 
+    config_class: ClassVar[type[BirdEnvConfig]] = BirdEnvConfig
+
     def __init__(
         self,
         env_config: Any = None,
@@ -41,7 +43,7 @@ class BirdEnv(BaseTextEnv):
         super().__init__()
         if extras is None:
             raise ValueError("the bird environment needs the dataset row as extras, with reward_model and extra_info")
-        self.config = BirdEnvConfig.parse(env_config)
+        self.config = self.config_class.parse(env_config)
         task = read_task(extras)
         self.golds = task.golds
         self.db_path = self.config.resolve(task.db_path)
