@@ -181,8 +181,9 @@ class _Engine:
 
 
 def _over_ranks(name: str, values: list[float], tokens: list[float]) -> float:
-    """Losses are averaged over ranks, extremes are those of all ranks, everything else is a mean over tokens."""
-    if name.endswith("loss"):
+    """Losses, and metrics of SkyRL's losses, are averaged over ranks, extremes are those of all ranks, everything else
+    is a mean over tokens."""
+    if name.endswith("loss") or (name.startswith("loss_metrics/") and not name.endswith(("_max", "_min"))):
         return sum(values) / len(values)
     if name.endswith(("_max_deviation", "_max")):
         return max(values)

@@ -19,6 +19,10 @@ from skyrl.backends.skyrl_train.utils.torch_utils import (
     logprobs_from_logits,
     masked_mean,
 )
+from skyrl.backends.skyrl_train.workers.worker_utils import (
+    compute_minibatch_rollout_logprob_diff_metrics,
+    reduce_metrics,
+)
 from skyrl.train.dataset.preprocess import convert_prompts_responses_to_batch_tensors
 
 PAD_ID = 0
@@ -73,9 +77,18 @@ def update_batch(
     seed: int,
     drift: float = 0.3,
     loss_reduction: str = "token_mean",
+    micro_batch_size: int = 1,
+    prompts: int = 1,
+    rollout_drift: float | None = None,
 ) -> TrainingInputBatch:
     """A copy with what SkyRL's trainer adds: reduced advantages, the reference's log-probs, and the policy's old ones,
-    which normal noise of standard deviation ``drift`` sets apart from its present ones."""
+    which normal noise of standard deviation ``drift`` sets apart from its present ones.
+
+    Args:
+        micro_batch_size: of ``token_mean_legacy``.
+        prompts: groups of equally many rows, of ``prompt_mean``.
+        rollout_drift: noise between the sampler's log-probs and the old ones; None = the sampler gave none.
+    """
     generator = torch.Generator().manual_seed(seed)
     mask = batch["response_mask"]
     result = batch.select(list(batch))
@@ -84,12 +97,30 @@ def update_batch(
         old = action_log_probs(policy, batch, temperature)[0] + noise
         base = action_log_probs(reference, batch, temperature)[0]
     advantages = torch.randn(len(batch), 1, generator=generator) * mask
+    size = len(batch) // prompts
     advantages = apply_loss_reduction_to_advantages_minibatch(
-        advantages, batch["loss_mask"], loss_reduction, micro_batch_size=1, max_seq_len=32
+        advantages,
+        batch["loss_mask"],
+        loss_reduction,
+        micro_batch_size=micro_batch_size,
+        max_seq_len=32,
+        prompt_boundaries=[(start, start + size) for start in range(0, len(batch), size)],
     )
-    for name, values in (("action_log_probs", old), ("base_action_log_probs", base), ("advantages", advantages)):
+    tensors = {"action_log_probs": old, "base_action_log_probs": base, "advantages": advantages}
+    if rollout_drift is not None:
+        tensors["rollout_logprobs"] = old + torch.randn(mask.shape, generator=generator) * rollout_drift
+    for name, values in tensors.items():
         result[name] = torch.where(mask.bool(), values, GARBAGE)
     return result
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Rows that the policy loss sees together."""
+
+    rows: list[int]
+    seed: int
+    """Of the loss's random choices."""
 
 
 def reordered(batch: TrainingInputBatch, order: list[int]) -> TrainingInputBatch:
@@ -161,11 +192,13 @@ class ReferenceTrainer:
             scheduler, self._optimizer, num_warmup_steps=num_warmup_steps, num_training_steps=num_training_steps
         )
 
-    def update(self, batch: TrainingInputBatch, algorithm: Any) -> Update:
+    def update(
+        self, batch: TrainingInputBatch, algorithm: Any, micro_batches: list[MicroBatch] | None = None
+    ) -> Update:
         """Backward over the whole mini-batch, clip, step."""
         before = {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
         with torch.autocast("cpu", torch.bfloat16, enabled=self._autocast):
-            loss, metrics = policy_loss(self.model, batch, algorithm)
+            loss, metrics = policy_loss(self.model, batch, algorithm, micro_batches)
         loss.backward()
         parameters = list(self.model.parameters())
         norm = torch.nn.utils.clip_grad_norm_(parameters, self._max_grad_norm or float("inf"))
@@ -179,19 +212,25 @@ class ReferenceTrainer:
 
 
 def policy_loss(
-    model: torch.nn.Module, batch: TrainingInputBatch, algorithm: Any
+    model: torch.nn.Module,
+    batch: TrainingInputBatch,
+    algorithm: Any,
+    micro_batches: list[MicroBatch] | None = None,
 ) -> tuple[torch.Tensor, dict[str, float]]:
-    """Loss of one mini-batch and SkyRL's metrics of it: policy term, KL term, entropy bonus."""
+    """Loss of one mini-batch and SkyRL's metrics of it: policy term, KL term, entropy bonus.
+
+    The policy term is taken over the micro-batches where some are given; the other terms never are.
+    """
     mask = batch["loss_mask"]
     log_probs, entropies = action_log_probs(model, batch, algorithm.temperature, entropy=algorithm.use_entropy_loss)
-    loss_fn = PolicyLossRegistry.get(algorithm.policy_loss_type)
-    policy_term, loss_metrics = loss_fn(
-        log_probs, batch["action_log_probs"], batch["advantages"], config=algorithm, loss_mask=mask
-    )
+    parts = micro_batches or [MicroBatch(list(range(len(batch))), 0)]
+    policy_term, loss_metrics = _policy_term(log_probs, batch, algorithm, parts)
+    if algorithm.policy_loss_type == "cross_entropy":
+        return policy_term, {"loss": policy_term.item()}
     entropy = masked_mean(entropies, mask)
     loss = policy_term
-    metrics = {"policy_loss": policy_term.item(), "policy_entropy": entropy.item()}
-    metrics |= {f"loss_metrics/{name}": value for name, value in loss_metrics.items()}
+    metrics = {"policy_loss": policy_term.item(), "policy_entropy": entropy.item()} | loss_metrics
+    metrics |= compute_minibatch_rollout_logprob_diff_metrics(log_probs, batch.get("rollout_logprobs"), mask)
     if algorithm.use_kl_loss:
         kl = compute_approx_kl(log_probs, batch["base_action_log_probs"], mask, algorithm.kl_estimator_type)
         kl = masked_mean(kl, mask, dim=-1).mean()
@@ -200,3 +239,26 @@ def policy_loss(
     if algorithm.use_entropy_loss:
         loss = loss - entropy * algorithm.entropy_loss_coef
     return loss, metrics | {"final_loss": loss.item()}
+
+
+def _policy_term(
+    log_probs: torch.Tensor, batch: TrainingInputBatch, algorithm: Any, parts: list[MicroBatch]
+) -> tuple[torch.Tensor, dict[str, float]]:
+    loss_fn = PolicyLossRegistry.get(algorithm.policy_loss_type)
+    old, rollout = batch.get("action_log_probs"), batch.get("rollout_logprobs")
+    total: Any = 0
+    metrics: dict[str, list[float]] = {}
+    for part in parts:
+        torch.manual_seed(part.seed)
+        loss, of_part = loss_fn(
+            log_probs[part.rows],
+            None if old is None else old[part.rows],
+            batch["advantages"][part.rows],
+            config=algorithm,
+            loss_mask=batch["loss_mask"][part.rows],
+            rollout_logprobs=None if rollout is None else rollout[part.rows],
+        )
+        total = total + loss
+        for name, value in of_part.items():
+            metrics.setdefault(f"loss_metrics/{name}", []).append(value)
+    return total, reduce_metrics(metrics, sum_loss_metrics=True)
