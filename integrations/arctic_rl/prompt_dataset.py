@@ -157,7 +157,7 @@ def check_environment_rows(
         ConfigError: the first ten problems, a line each; rows are counted from 0 among the prompts that are kept.
     """
     from skyrl_arctic_rl.envs.bird.check_dataset import ENV_IDS, require_valid_rows
-    from skyrl_arctic_rl.envs.bird.config import BirdEnvConfig
+    from skyrl_arctic_rl.envs.bird.sections import SECTIONS
 
     frame = dataset.dataframe
     frame = frame.select_columns([name for name in frame.column_names if name != dataset.prompt_key])
@@ -169,6 +169,6 @@ def check_environment_rows(
             for row, row_env_id in zip(frame, env_ids, strict=True)
         )
         try:
-            require_valid_rows(rows, BirdEnvConfig.parse(env_settings[env_id]))
+            require_valid_rows(rows, SECTIONS[env_id].parse(env_settings[env_id]))
         except ValueError as error:
             raise ConfigError(f"{setting}, rows of environment {env_id}: {error}") from error

@@ -23,9 +23,9 @@ def scoring_problems(cfg: Any) -> Iterator[str]:
         section = vars(cfg.environment.skyrl_gym)[env_id]
         if not isinstance(section, BirdEnvConfig):
             continue
-        if cfg.environment.env_class != env_id and section == BirdEnvConfig():
+        if cfg.environment.env_class != env_id and section == type(section)():
             continue
         problem = memory_problem(section, limit_mb)
         if problem:
-            problem = problem.replace("bird.sqlite_heap_mb", f"environment.skyrl_gym.{env_id}.sqlite_heap_mb")
+            problem = problem.replace(f"{section.SECTION}.sqlite_heap_mb", f"environment.skyrl_gym.{env_id}.sqlite_heap_mb")
             yield f"{problem} ({PREFIX}.scoring_memory_limit_mb)"
