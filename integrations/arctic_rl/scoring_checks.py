@@ -27,5 +27,6 @@ def scoring_problems(cfg: Any) -> Iterator[str]:
             continue
         problem = memory_problem(section, limit_mb)
         if problem:
-            problem = problem.replace(f"{section.SECTION}.sqlite_heap_mb", f"environment.skyrl_gym.{env_id}.sqlite_heap_mb")
+            setting = f"environment.skyrl_gym.{env_id}.sqlite_heap_mb"
+            problem = problem.replace(f"{section.SECTION}.sqlite_heap_mb", setting)
             yield f"{problem} ({PREFIX}.scoring_memory_limit_mb)"

@@ -2,14 +2,13 @@ from types import SimpleNamespace
 
 import pytest
 from skyrl_arctic_rl.envs.bird.config import WORKER_BASE_MB, BirdEnvConfig
+from skyrl_arctic_rl.envs.bird.sections import SECTIONS
 
 from integrations.arctic_rl.scoring_checks import scoring_problems
 
 
-def problems(limit_mb, env_class="bird", bird=None, bird_sql=None):
-    gym = SimpleNamespace(
-        bird=BirdEnvConfig() if bird is None else bird, bird_sql=BirdEnvConfig() if bird_sql is None else bird_sql
-    )
+def problems(limit_mb, env_class="bird", **sections):
+    gym = SimpleNamespace(**{name: kind() for name, kind in SECTIONS.items()} | sections)
     trainer = SimpleNamespace(arctic_rl=SimpleNamespace(scoring_memory_limit_mb=limit_mb))
     environment = SimpleNamespace(env_class=env_class, skyrl_gym=gym)
     return list(scoring_problems(SimpleNamespace(trainer=trainer, environment=environment)))
@@ -32,7 +31,8 @@ def test_a_heap_that_does_not_fit_is_refused_with_both_settings(heap):
 def test_only_environments_that_are_used_or_set_count():
     assert problems(256, env_class="my_env") == []
     assert problems(256, env_class="my_env", bird={"sqlite_heap_mb": 900}) == []
-    [line] = problems(256, env_class="bird_sql")
-    assert line.startswith("environment.skyrl_gym.bird_sql.")
+    for env_id in ("bird_sql", "bird_multi_turn"):
+        [line] = problems(256, env_class=env_id)
+        assert line.startswith(f"environment.skyrl_gym.{env_id}.")
     [line] = problems(256, env_class="my_env", bird=BirdEnvConfig(sqlite_heap_mb=321))
     assert line.startswith("environment.skyrl_gym.bird.")
