@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import signal
 import sys
-import traceback
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -44,45 +44,42 @@ def load_config(arguments: list[str], config_class: type | None = None) -> Any:
         ConfigError: with everything that stands against the run, a line each: settings that are unknown, out of range
             or refused, files that are not there, and the first of SkyRL's own checks that fails.
     """
-    from .skyrl_config import parse_config
+    from .skyrl_config import parse_what_is_known
 
-    cfg = parse_config(arguments, config_class)
-    check_config(cfg)
+    cfg, unknown = parse_what_is_known(arguments, config_class)
+    check_config(cfg, unknown)
     return cfg
 
 
-def check_config(cfg: Any) -> None:
+def check_config(cfg: Any, unknown: Sequence[str] = ()) -> None:
     """Refuse a parsed config that cannot be honoured, and warn of settings without effect.
 
-    SkyRL's own ``validate_cfg`` is run on it, which also rewrites some settings.
+    SkyRL's own ``validate_cfg`` is run on it, which also rewrites some settings. A dry run ends here: its report is
+    printed, and the process ends with status 0, or 1 where the recipe is refused.
+
+    Args:
+        cfg: the config.
+        unknown: lines about settings that it has no place for.
 
     Raises:
         ConfigError: with everything that stands against the run, a line each.
     """
     from loguru import logger
 
-    from .checks import setting_problems
-    from .preflight import preflight_problems
-    from .support import refusals, without_effect
+    from .dry_run import exit_status, report
+    from .inspection import inspect_config
 
-    ignored = without_effect(cfg)
-    problems = [*refusals(cfg), *setting_problems(cfg), *preflight_problems(cfg), *_skyrl_problems(cfg)]
+    findings = inspect_config(cfg)
+    findings = dataclasses.replace(findings, refused=[*unknown, *findings.refused])
+    if cfg.trainer.arctic_rl.dry_run:
+        print(report(cfg, findings))
+        sys.exit(exit_status(findings))
+    problems = [*findings.refused, *findings.missing]
     if problems:
         raise ConfigError("this run cannot start:\n" + "\n".join(f"- {problem}" for problem in problems))
-    if ignored:
-        logger.warning("settings without effect on this backend:\n" + "\n".join(f"- {line}" for line in ignored))
-
-
-def _skyrl_problems(cfg: Any) -> list[str]:
-    """The first of SkyRL's own checks that fails, as a line; ``validate_cfg`` also rewrites some settings."""
-    from skyrl.train.utils import validate_cfg
-
-    try:
-        validate_cfg(cfg)
-    except (AssertionError, ValueError, NotImplementedError, ArithmeticError) as error:
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        return [f"SkyRL's own check: {error or frame.line} ({type(error).__name__} in {frame.name})"]
-    return []
+    if findings.ignored:
+        lines = "\n".join(f"- {line}" for line in findings.ignored)
+        logger.warning(f"settings without effect on this backend:\n{lines}")
 
 
 def run(cfg: Any, experiment_class: type | None = None) -> None:

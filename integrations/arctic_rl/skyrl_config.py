@@ -4,19 +4,23 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from omegaconf.errors import OmegaConfBaseException
 from skyrl.train.config.config import EnvironmentConfig, SkyRLGymConfig, SkyRLTrainConfig, TrainerConfig
 
 # Under the name that no folder called ``envs`` can shadow, and that scoring workers import.
 from skyrl_arctic_rl.envs.bird.config import BirdEnvConfig, BirdSettingError
+from skyrl_arctic_rl.envs.bird.multi_turn_config import BirdMultiTurnConfig
+from skyrl_arctic_rl.envs.bird.sections import SECTIONS
+from yaml import YAMLError
 
-from .config import ArcticRLConfig, check_setting_names, nearest
+from .config import PREFIX, ArcticRLConfig, check_setting_names, nearest
 from .errors import ConfigError
+from .support.leaves import leaves
 
 SKYRL_DATALOADER_WORKERS = 8
 """What SkyRL makes of an unset ``data.dataloader.num_workers``; each of them would import the whole stack."""
 
 OVERRIDE_KEY = "trainer.override_entrypoint="
-OWN_ENV_IDS = ("bird", "bird_sql")
 
 
 @dataclass
@@ -36,6 +40,7 @@ class ArcticSkyRLGymConfig(SkyRLGymConfig):
 
     bird: BirdEnvConfig = field(default_factory=BirdEnvConfig)
     bird_sql: BirdEnvConfig = field(default_factory=BirdEnvConfig)
+    bird_multi_turn: BirdMultiTurnConfig = field(default_factory=BirdMultiTurnConfig)
 
 
 @dataclass
@@ -56,16 +61,16 @@ class ArcticSkyRLTrainConfig(SkyRLTrainConfig):
 def with_arctic_settings(config_class: type[SkyRLTrainConfig]) -> type[SkyRLTrainConfig]:
     """A recipe's config class with our settings added to its own trainer and environment sections.
 
-    The recipe's defaults hold. A section of its own at ``environment.skyrl_gym.bird`` or ``bird_sql`` is kept.
+    The recipe's defaults hold. A section of its own at ``environment.skyrl_gym.bird``, say, is kept.
     """
     # Not the sections of a whole config, whose __post_init__ fills some fields from others.
     default = {item.name: item.default_factory for item in fields(config_class)}
     trainer_class = type(default["trainer"]())
     environment_class, gym_class = type(default["environment"]()), type(default["environment"]().skyrl_gym)
-    missing = [name for name in OWN_ENV_IDS if name not in {item.name for item in fields(gym_class)}]
+    missing = [name for name in SECTIONS if name not in {item.name for item in fields(gym_class)}]
 
     trainer = _with_fields(trainer_class, {"arctic_rl": (ArcticRLConfig, ArcticRLConfig)})
-    gym = _with_fields(gym_class, dict.fromkeys(missing, (BirdEnvConfig, BirdEnvConfig)))
+    gym = _with_fields(gym_class, {name: (SECTIONS[name], SECTIONS[name]) for name in missing})
     environment = _with_fields(environment_class, {"skyrl_gym": (gym, gym)})
 
     def make_environment() -> EnvironmentConfig:
@@ -124,7 +129,12 @@ def parse_config(
     except BirdSettingError as error:
         raise ConfigError(f"environment.skyrl_gym: {error}") from error
     except ValueError as error:
-        raise ConfigError(f"{error}{_nearest_hint(str(error), overrides, config_class)}") from error
+        raise ConfigError(
+            f"{_without_list(str(error))}{_nearest_hint(str(error), overrides, config_class)}"
+        ) from error
+    except (AssertionError, TypeError, AttributeError, OmegaConfBaseException, YAMLError) as error:
+        message = " ".join(str(error).split())
+        raise ConfigError(f"the recipe cannot be read: {message} ({type(error).__name__})") from error
     dataloader = cfg.data.dataloader
     chosen = any(override.lstrip("+").startswith("data.dataloader.num_workers=") for override in overrides)
     if not chosen and not dataloader.persistent_workers and dataloader.num_workers == SKYRL_DATALOADER_WORKERS:
@@ -132,11 +142,51 @@ def parse_config(
     return cfg
 
 
+def parse_what_is_known(
+    arguments: list[str],
+    config_class: type[SkyRLTrainConfig] | None = None,
+    build: Callable[[type[SkyRLTrainConfig], list[str]], SkyRLTrainConfig] | None = None,
+) -> tuple[SkyRLTrainConfig, list[str]]:
+    """``parse_config`` without the settings whose names are unknown, and what stands against those.
+
+    So that what else is wrong with a recipe can be said at once.
+
+    Raises:
+        ConfigError: see ``parse_config``, where it is not about names.
+    """
+    problems = []
+    while True:
+        try:
+            return parse_config(arguments, config_class, build), problems
+        except ConfigError as error:
+            full_class = ArcticSkyRLTrainConfig if config_class is None else with_arctic_settings(config_class)
+            known = leaf_names(full_class) | {OVERRIDE_KEY.rstrip("=")}
+            ours = f"{PREFIX}."
+            rest = [argument for argument in arguments if not _first_unknown(_name(argument), known)]
+            if any(_name(argument).startswith(ours) and argument not in rest for argument in arguments):
+                rest = [argument for argument in arguments if argument in rest or not _name(argument).startswith(ours)]
+            if len(rest) == len(arguments):
+                raise
+            problems += str(error).splitlines()
+            arguments = rest
+
+
+def _name(argument: str) -> str:
+    return argument.split("=", 1)[0].lstrip("+")
+
+
+def _without_list(message: str) -> str:
+    """SkyRL's message about unknown fields without the long list of known ones, and with SkyRL's name of the class."""
+    if not message.startswith("Invalid fields"):
+        return message
+    return message.split(" Valid fields are", 1)[0].replace(" for Arctic", " for ")
+
+
 def _nearest_hint(message: str, overrides: list[str], config_class: type) -> str:
     if not message.startswith("Invalid fields"):
         return ""
     known = leaf_names(config_class)
-    unknown = [name for name in (o.split("=", 1)[0] for o in overrides) if _first_unknown(name, known)]
+    unknown = [name for name in map(_name, overrides) if _first_unknown(name, known)]
     return "".join(f"\n{name}: {nearest(name, known)}" for name in unknown)
 
 
@@ -145,13 +195,5 @@ def _first_unknown(name: str, known: set[str]) -> bool:
 
 
 def leaf_names(config_class: type) -> set[str]:
-    """Dotted names of all leaves of a config class, taken from its defaults."""
-
-    def walk(node: object, prefix: str) -> set[str]:
-        names: set[str] = set()
-        for key, value in vars(node).items():
-            path = f"{prefix}{key}"
-            names |= walk(value, f"{path}.") if hasattr(value, "__dataclass_fields__") else {path}
-        return names
-
-    return walk(config_class(), "")
+    """Dotted names of all leaves of a config class."""
+    return set(leaves(config_class))

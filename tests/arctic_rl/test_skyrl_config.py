@@ -111,4 +111,4 @@ def test_a_recipes_defaults_and_its_own_sections_hold():
 def test_threads_for_environments_are_said_to_have_no_effect():
     assert without_effect(parse_config([])) == []
     (line,) = without_effect(parse_config(["environment.skyrl_gym.max_env_workers=4"]))
-    assert line.endswith("environment.skyrl_gym.max_env_workers=4") and "scoring_workers" in line
+    assert line.startswith("environment.skyrl_gym.max_env_workers=4") and "scoring_workers" in line

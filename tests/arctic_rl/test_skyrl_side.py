@@ -13,7 +13,7 @@ from integrations.arctic_rl.checks import setting_problems
 from integrations.arctic_rl.entrypoint import load_config
 from integrations.arctic_rl.errors import ConfigError, UnsupportedError
 from integrations.arctic_rl.loss_config import actor_config
-from integrations.arctic_rl.preflight import preflight_problems
+from integrations.arctic_rl.preflight import checkpoint_problems, data_problems, model_kind_problems, model_problems
 from integrations.arctic_rl.runtime_env import runtime_env_vars
 from integrations.arctic_rl.server_config import server_config
 from integrations.arctic_rl.skyrl_config import leaf_names, parse_config
@@ -65,9 +65,6 @@ class TestParsing:
 
 
 REFUSED = {
-    "trainer.algorithm.policy_loss_type": "gspo",
-    "trainer.algorithm.off_policy_correction.tis_ratio_type": "token",
-    "trainer.algorithm.off_policy_correction.token_mask_is_threshold_low": "0.1",
     "trainer.critic.model.path": "some/model",
     "trainer.policy.model.lora.rank": "8",
     "trainer.policy.model_config_kwargs": "{a: 1}",
@@ -85,8 +82,7 @@ REFUSED = {
     "trainer.resume_mode": "from_path",
     "trainer.ckpt_path": "s3://bucket/ckpt",
     "trainer.update_ref_every_epoch": "true",
-    "trainer.strategy": "deepspeed",
-    "trainer.policy.fsdp_config.mixed_precision.param_dtype": "fp16",
+    "trainer.policy.fsdp_config.mixed_precision.reduce_dtype": "bf16",
     "generator.inference_engine.backend": "sglang",
 }
 
@@ -112,10 +108,15 @@ class TestRefusals:
         assert len(without_effect(cfg)) == 2
 
 
+def preflight_problems(cfg):
+    checks = (data_problems, model_problems, model_kind_problems, checkpoint_problems)
+    return [line for check in checks for line in check(cfg)]
+
+
 class TestPreflight:
     def folder(self, tmp_path, *files):
         for name in files:
-            (tmp_path / name).write_text("content")
+            (tmp_path / name).write_text("{}")
         return tmp_path
 
     def cfg(self, tmp_path, *overrides):

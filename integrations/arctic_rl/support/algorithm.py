@@ -22,17 +22,31 @@ _TRAINER = "skyrl.train.trainer:RayPPOTrainer"
 _ADVANTAGES = f"{_TRAINER}.compute_advantages_and_returns"
 _LOSS_FUNCTIONS = "skyrl.backends.skyrl_train.utils.ppo_utils"
 
-SUPPORTED_POLICY_LOSSES = ("regular", "dual_clip")
+_SKYRLS_LOSSES = (
+    "regular",
+    "dual_clip",
+    "gspo",
+    "sapo",
+    "cispo",
+    "clip_cov",
+    "kl_cov",
+    "rollout_is",
+    "dppo",
+    "importance_sampling",
+    "cross_entropy",
+)
 
 
-def _policy_loss(setting: str, value: Any, cfg: Any) -> Iterable[str]:
-    if value not in SUPPORTED_POLICY_LOSSES:
-        instead = f"write one of {', '.join(SUPPORTED_POLICY_LOSSES)}"
-        yield refusal(setting, value, "this policy loss is not there yet", instead)
+def _read_by(*losses: str) -> Idle:
+    """Idle with the policy losses of SkyRL that do not read the setting; a loss of the user's own may."""
 
+    def idle(cfg: Any) -> str | None:
+        name = cfg.trainer.algorithm.policy_loss_type
+        if cfg.trainer.arctic_rl.loss_fn is not None or name in losses or name not in _SKYRLS_LOSSES:
+            return None
+        return f"not read with trainer.algorithm.policy_loss_type={name}"
 
-def _off_policy(default: Any = None) -> Refused:
-    return Refused("off-policy correction is not there yet", f"write {shown(default)}")
+    return idle
 
 
 def _unless(name: str, *values: Any) -> Idle:
@@ -69,15 +83,34 @@ def _resampling(cfg: Any) -> str | None:
     return None if cfg.trainer.algorithm.dynamic_sampling.type is not None else "no dynamic sampling"
 
 
+def _parameter(loss: str) -> Entry:
+    return ours(f"a parameter of policy_loss_type={loss}", idle=_read_by(loss))
+
+
+def _correction_cap(setting: str, value: Any, cfg: Any) -> Iterable[str]:
+    if value <= 0:
+        instead = "write a cap above 1, or off_policy_correction.tis_ratio_type=token in place of use_tis"
+        yield refusal(setting, value, "SkyRL would cap every weight there", instead)
+
+
+def _scalar_rewards(setting: str, value: Any, cfg: Any) -> Iterable[str]:
+    if value and not cfg.generator.batched:
+        yield refusal(
+            setting,
+            value,
+            "SkyRL filters rewards of whole responses only, and per-trajectory generation gives rewards of tokens",
+            "write generator.batched=true",
+        )
+
+
 _NO_CRITIC = PartOf("trainer.critic.model.path", "no critic")
-_OTHER_LOSS = PartOf("trainer.algorithm.policy_loss_type", "read by another trainer.algorithm.policy_loss_type only")
-_CORRECTION = PartOf(
-    "trainer.algorithm.off_policy_correction.tis_ratio_type", "no off-policy correction that would read it"
-)
-_MASK = PartOf(
-    "trainer.algorithm.off_policy_correction.sequence_mask_metric", "no off-policy correction that would read it"
-)
-_CLIPPING = _unless("policy_loss_type", "regular", "dual_clip", "gspo", "clip_cov", "rollout_is")
+_VALIDATE = "skyrl.train.utils.utils:validate_cfg"
+_CORRECTION = "off_policy_correction"
+_TOKEN_WEIGHTS = _unless(f"{_CORRECTION}.tis_ratio_type", "token")
+_SEQUENCE_WEIGHTS = _unless(f"{_CORRECTION}.tis_ratio_type", "sequence")
+_GEOMETRIC = _unless(f"{_CORRECTION}.sequence_mask_metric", "geometric")
+_PRODUCT = _unless(f"{_CORRECTION}.sequence_mask_metric", "product")
+_CLIPPING = _read_by("regular", "dual_clip", "gspo", "clip_cov", "rollout_is")
 
 ALGORITHM: dict[str, Entry] = under(
     "trainer.algorithm",
@@ -110,7 +143,7 @@ ALGORITHM: dict[str, Entry] = under(
             "advantages normalised over the batch", f"{_TRAINER}._normalize_advantages"
         ),
         "value_head_prefix": _NO_CRITIC,
-        "policy_loss_type": ours("the policy loss on the server", limit=_policy_loss),
+        "policy_loss_type": ours("the policy loss on the server: each of SkyRL's, and registered ones"),
         "loss_reduction": skyrls(
             "weights the advantages of each mini-batch, so that the loss on the server is a sum",
             f"{_TRAINER}._normalize_advantages",
@@ -122,7 +155,9 @@ ALGORITHM: dict[str, Entry] = under(
             idle=_unless("advantage_estimator", "grpo"),
         ),
         "zero_variance_filter": skyrls(
-            "takes groups of equal rewards out of the loss", f"{_TRAINER}.postprocess_generator_output"
+            "takes groups of equal rewards out of the loss",
+            f"{_TRAINER}.postprocess_generator_output",
+            limit=_scalar_rewards,
         ),
         "zero_variance_filter_tol": skyrls(
             "rewards this close count as equal",
@@ -135,24 +170,27 @@ ALGORITHM: dict[str, Entry] = under(
         ),
         "eps_clip_low": ours("clip range below 1", idle=_CLIPPING),
         "eps_clip_high": ours("clip range above 1", idle=_CLIPPING),
-        "clip_ratio_c": ours("bound of the dual clip", idle=_unless("policy_loss_type", "dual_clip")),
-        "tis_imp_ratio_cap": PartOf("trainer.algorithm.use_tis", "trainer.algorithm.use_tis=false"),
-        "use_tis": _off_policy(False),
-        "off_policy_correction.tis_ratio_type": _off_policy(),
-        "off_policy_correction.token_tis_ratio_clip_high": _CORRECTION,
-        "off_policy_correction.sequence_tis_ratio_clip_high": _CORRECTION,
-        "off_policy_correction.sequence_mask_metric": _off_policy(),
-        "off_policy_correction.geo_mask_high": _MASK,
-        "off_policy_correction.geo_mask_low": _MASK,
-        "off_policy_correction.product_mask_high": _MASK,
-        "off_policy_correction.product_mask_low": _MASK,
-        "off_policy_correction.outlier_token_is_threshold_low": _off_policy(),
-        "off_policy_correction.outlier_token_is_threshold_high": _off_policy(),
-        "off_policy_correction.token_mask_is_threshold_low": _off_policy(),
-        "off_policy_correction.token_mask_is_threshold_high": _off_policy(),
+        "clip_ratio_c": ours("bound of the dual clip", idle=_read_by("dual_clip")),
+        "tis_imp_ratio_cap": skyrls(
+            "the old name of off_policy_correction.token_tis_ratio_clip_high",
+            _VALIDATE,
+            limit=_correction_cap,
+            idle=_unless("use_tis", True),
+        ),
+        "use_tis": skyrls("the old name of off_policy_correction.tis_ratio_type=token", _VALIDATE),
+        f"{_CORRECTION}.tis_ratio_type": ours("weights of tokens or sequences against the sampler's policy"),
+        f"{_CORRECTION}.token_tis_ratio_clip_high": ours("cap of a token's weight", idle=_TOKEN_WEIGHTS),
+        f"{_CORRECTION}.sequence_tis_ratio_clip_high": ours("cap of a sequence's weight", idle=_SEQUENCE_WEIGHTS),
+        f"{_CORRECTION}.sequence_mask_metric": ours("sequences far from the sampler's policy leave the policy term"),
+        f"{_CORRECTION}.geo_mask_high": ours("bound of sequence_mask_metric=geometric", idle=_GEOMETRIC),
+        f"{_CORRECTION}.geo_mask_low": ours("bound of sequence_mask_metric=geometric", idle=_GEOMETRIC),
+        f"{_CORRECTION}.product_mask_high": ours("bound of sequence_mask_metric=product", idle=_PRODUCT),
+        f"{_CORRECTION}.product_mask_low": ours("bound of sequence_mask_metric=product", idle=_PRODUCT),
+        f"{_CORRECTION}.outlier_token_is_threshold_low": ours("a sequence with a lower token ratio is masked"),
+        f"{_CORRECTION}.outlier_token_is_threshold_high": ours("a sequence with a higher token ratio is masked"),
+        f"{_CORRECTION}.token_mask_is_threshold_low": ours("a token with a lower ratio is masked"),
+        f"{_CORRECTION}.token_mask_is_threshold_high": ours("a token with a higher ratio is masked"),
         "enable_sample_support_replay": Refused("the sampler's support is not replayed", "write false"),
-        "sapo.tau_pos": _OTHER_LOSS,
-        "sapo.tau_neg": _OTHER_LOSS,
         "value_clip": _NO_CRITIC,
         "dynamic_sampling.type": skyrls(
             "prompts sampled again until groups differ", f"{_TRAINER}.train", limit=one_of(None, "filter", "replace")
@@ -163,17 +201,14 @@ ALGORITHM: dict[str, Entry] = under(
         "dynamic_sampling.min_replace_ratio": skyrls(
             "share of good groups that replacing needs", f"{_TRAINER}.handle_dynamic_sampling", idle=_resampling
         ),
-        "clip_cov.clip_ratio": _OTHER_LOSS,
-        "clip_cov.clip_cov_lb": _OTHER_LOSS,
-        "clip_cov.clip_cov_ub": _OTHER_LOSS,
-        "kl_cov.kl_cov_frac": _OTHER_LOSS,
-        "kl_cov.ppo_kl_coef": _OTHER_LOSS,
-        "cispo.cispo_eps_clip_low": _OTHER_LOSS,
-        "cispo.cispo_eps_clip_high": _OTHER_LOSS,
-        "cispo.cispo_anchor": _OTHER_LOSS,
-        "dppo.dppo_type": _OTHER_LOSS,
-        "dppo.delta_low": _OTHER_LOSS,
-        "dppo.delta_high": _OTHER_LOSS,
+        **{f"sapo.{name}": _parameter("sapo") for name in ("tau_pos", "tau_neg")},
+        **{f"clip_cov.{name}": _parameter("clip_cov") for name in ("clip_ratio", "clip_cov_lb", "clip_cov_ub")},
+        **{f"kl_cov.{name}": _parameter("kl_cov") for name in ("kl_cov_frac", "ppo_kl_coef")},
+        **{
+            f"cispo.{name}": _parameter("cispo")
+            for name in ("cispo_eps_clip_low", "cispo_eps_clip_high", "cispo_anchor")
+        },
+        **{f"dppo.{name}": _parameter("dppo") for name in ("dppo_type", "delta_low", "delta_high")},
         "max_seq_len": skyrls(
             "the constant of loss_reduction=seq_mean_token_sum_norm",
             f"{_TRAINER}._normalize_advantages",

@@ -14,10 +14,10 @@ from ..server.sampling_spec import PROTECTED_ENGINE_ARGS
 from .entries import Entry, NoEffect, PartOf, Refused, ours, refusal, skyrls, under
 
 _ONE_PROCESS = NoEffect("on CPUs an engine is one process, and nothing depends on how it is split")
-_TRANSFER = NoEffect("weights go through shared memory, or vLLM's own transfer on GPUs")
+_TRANSFER = NoEffect("weights go through shared memory")
 _ROUTER = NoEffect("there is no router")
 _PREFILL = PartOf("generator.inference_engine.enable_pd", "generator.inference_engine.enable_pd=false")
-_GPUS = NoEffect("it shares out a GPU's memory")
+_GPUS = NoEffect("there is no GPU memory to share out")
 _OTHER_PRECISION = "rollouts in another precision than training change the result"
 
 _TYPED = {

@@ -19,8 +19,10 @@ class Leaf:
     hint: Any
     """Its annotation."""
     default: Any
-    """Its value in a config of defaults; below an optional section, which is null then, the section's own default;
-    ``MISSING`` where there is none."""
+    """Its value in a config of defaults; below an optional section, which is null then, as ``bare``."""
+    bare: Any
+    """Its value in a section of its own class's defaults, which a section has once a recipe writes to it; ``MISSING``
+    where there is none."""
 
 
 @functools.cache
@@ -59,7 +61,7 @@ def _walk(section: type, instance: Any, prefix: str) -> typing.Iterator[tuple[st
         value = _default(field) if instance is None else vars(instance)[field.name]
         inner = section_class(hints[field.name])
         if inner is None:
-            yield prefix + field.name, Leaf(hints[field.name], value)
+            yield prefix + field.name, Leaf(hints[field.name], value, _default(field))
         else:
             yield from _walk(inner, value, f"{prefix}{field.name}.")
 

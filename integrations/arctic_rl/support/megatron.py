@@ -19,7 +19,7 @@ from .entries import (
     without_reference,
 )
 
-_LAYOUT = NoEffect("a layout of ranks: every rank is data-parallel here")
+_LAYOUT = NoEffect("every rank is data-parallel here")
 _KERNELS = NoEffect("how Megatron moves and multiplies, not what")
 _FILES = NoEffect("how Megatron writes checkpoints and exports")
 
@@ -115,7 +115,7 @@ def _megatron(idle: Idle) -> dict[str, Entry]:
             "Megatron's optimizer is not run, and this would change the update",
             "write trainer.policy.optimizer_config instead",
             _OPTIMIZER_MEMORY,
-            "where Megatron keeps its optimizer",
+            "Megatron keeps its optimizer there, and is not run",
             (),
             idle,
         ),
@@ -124,7 +124,7 @@ def _megatron(idle: Idle) -> dict[str, Entry]:
             "it may change the model",
             "leave it out, or put the value into the model folder's config.json",
             _MODEL_MEMORY,
-            "layers, kernels and recomputation are laid out by Megatron",
+            "Megatron lays out layers, kernels and recomputation so, and is not run",
             _FP8_FIELDS,
             idle,
         ),

@@ -19,8 +19,8 @@ from .entries import (
     without_reference,
 )
 
-_SHARDED = NoEffect("how FSDP holds the model: DeepSpeed ZeRO does here, see trainer.arctic_rl.zero_stage")
-_SEQUENCE_PARALLEL = NoEffect("a layout of ranks: every rank is data-parallel here")
+_SHARDED = NoEffect("DeepSpeed ZeRO holds the model, see trainer.arctic_rl.zero_stage")
+_SEQUENCE_PARALLEL = NoEffect("every rank is data-parallel here")
 
 _LORA = PartOf("trainer.policy.model.lora.rank", "no LoRA")
 _INT4 = PartOf("trainer.policy.model.fake_int4_qat.enabled", "no fake quantisation")

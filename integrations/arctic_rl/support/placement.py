@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .entries import Entry, NoEffect, PartOf, one_of, ours, under, without_reference
+from .entries import Entry, NoEffect, PartOf, ours, under, without_reference
 
 _NO_CRITIC = PartOf("trainer.critic.model.path", "no critic")
 _CHUNKS = NoEffect("log-probs are taken in chunks of the server's own size")
@@ -25,11 +25,7 @@ PLACEMENT: dict[str, Entry] = under(
                 "ref_num_gpus_per_node": ours("see ref_num_nodes", idle=without_reference),
             },
         ),
-        "strategy": ours(
-            "translated: DeepSpeed ZeRO trains, whichever is named",
-            "tests/arctic_rl/test_support.py::test_strategies_are_translated",
-            limit=one_of("fsdp", "fsdp2", "megatron"),
-        ),
+        "strategy": NoEffect("DeepSpeed ZeRO trains, whichever of SkyRL's strategies is named"),
         "sequence_parallel_backend": NoEffect("every rank is data-parallel here"),
         "use_expandable_segments": NoEffect("it sets CUDA's allocator"),
         "gradient_checkpointing": ours("activations are computed again in the backward pass"),

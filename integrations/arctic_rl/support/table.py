@@ -54,13 +54,21 @@ def without_effect(cfg: Any) -> list[str]:
     for name in TABLE:
         for setting, value, why in _without_effect(name, cfg):
             grouped.setdefault(why, []).append(f"{setting}={shown(value)}")
-    return [f"{why}: {', '.join(settings)}" for why, settings in grouped.items()]
+    return [f"{', '.join(settings)}: {why}" for why, settings in grouped.items()]
+
+
+_FILLED_BY_SKYRL = (
+    "trainer.ref.model.path",
+    "generator.inference_engine.delta_weight_sync.local_checkpoint_dir",
+    "generator.inference_engine.delta_weight_sync.publish_staging_dir",
+)
+"""What SkyRL fills from other settings where a recipe leaves it out: it is never told to have no effect."""
 
 
 def is_set(name: str, cfg: Any) -> bool:
-    """Whether a setting of SkyRL's is away from its default."""
-    value = value_of(cfg, name)
-    return value is not MISSING and value != skyrl_leaves()[name].default
+    """Whether a setting of SkyRL's is away from its defaults."""
+    value, leaf = value_of(cfg, name), skyrl_leaves()[name]
+    return value is not MISSING and value not in (leaf.default, leaf.bare)
 
 
 def _refusals(name: str, cfg: Any) -> Iterator[str]:
@@ -80,7 +88,7 @@ def _refusals(name: str, cfg: Any) -> Iterator[str]:
 
 def _without_effect(name: str, cfg: Any) -> Iterator[tuple[str, Any, str]]:
     entry, value = TABLE[name], value_of(cfg, name)
-    if not is_set(name, cfg):
+    if not is_set(name, cfg) or name in _FILLED_BY_SKYRL:
         return
     match entry:
         case NoEffect(why=why):

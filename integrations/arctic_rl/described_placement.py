@@ -1,0 +1,82 @@
+"""Where the processes of a recipe would run on the cluster that the recipe itself describes, without any cluster.
+
+The GPUs of ``trainer.placement`` are counted up over its nodes. A rank of the policy or of the reference model takes
+one, an engine as many as its parallel sizes say. Colocated, every job starts at the first GPU; else the reference
+model follows the policy (or shares its GPUs), and the engines come last.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+ROW = ("job", "processes", "GPUs each", "nodes", "GPUs")
+
+
+@dataclass(frozen=True)
+class JobPlan:
+    """The processes of one job on consecutive GPUs of the described cluster."""
+
+    job: str
+    processes: int
+    gpus_each: int
+    first_gpu: int
+    """Counted over all nodes."""
+
+    @property
+    def end_gpu(self) -> int:
+        return self.first_gpu + self.processes * self.gpus_each
+
+
+@dataclass(frozen=True)
+class DescribedPlan:
+    """All jobs of a recipe, and the nodes that they take."""
+
+    jobs: tuple[JobPlan, ...]
+    gpus_per_node: int
+    colocated: bool
+
+    @property
+    def nodes(self) -> int:
+        return -(-max(job.end_gpu for job in self.jobs) // self.gpus_per_node)
+
+    def table(self) -> str:
+        """The plan as text, a line a job."""
+        rows = [ROW, *(self._row(job) for job in self.jobs)]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(ROW))]
+        return "\n".join(
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+        )
+
+    def _row(self, job: JobPlan) -> tuple[str, ...]:
+        last = job.end_gpu - 1
+        nodes = _range(job.first_gpu // self.gpus_per_node, last // self.gpus_per_node)
+        one_node = job.first_gpu // self.gpus_per_node == last // self.gpus_per_node
+        gpus = _range(job.first_gpu % self.gpus_per_node, last % self.gpus_per_node) if one_node else "all"
+        if not one_node and (job.first_gpu % self.gpus_per_node or job.end_gpu % self.gpus_per_node):
+            gpus = f"from {job.first_gpu % self.gpus_per_node} to {last % self.gpus_per_node}"
+        return (job.job, str(job.processes), str(job.gpus_each), nodes, gpus)
+
+
+def described_plan(cfg: Any) -> DescribedPlan:
+    """Place a recipe on the cluster that its own settings describe.
+
+    Args:
+        cfg: a ``SkyRLTrainConfig`` whose node, GPU and engine counts are at least 1.
+    """
+    placement, engine = cfg.trainer.placement, cfg.generator.inference_engine
+    algorithm = cfg.trainer.algorithm
+    policy = placement.policy_num_nodes * placement.policy_num_gpus_per_node
+    ref = placement.ref_num_nodes * placement.ref_num_gpus_per_node
+    engine_gpus = engine.tensor_parallel_size * engine.pipeline_parallel_size * engine.data_parallel_size
+    jobs = [JobPlan("policy", policy, 1, 0)]
+    if algorithm.use_kl_loss or algorithm.use_kl_in_reward:
+        shares = placement.colocate_all or placement.colocate_policy_ref
+        jobs.append(JobPlan("ref", ref, 1, 0 if shares else policy))
+    first = 0 if placement.colocate_all else max(job.end_gpu for job in jobs)
+    jobs.append(JobPlan("sampling", engine.num_engines, engine_gpus, first))
+    return DescribedPlan(tuple(jobs), placement.policy_num_gpus_per_node, placement.colocate_all)
+
+
+def _range(first: int, last: int) -> str:
+    return str(first) if first == last else f"{first}-{last}"

@@ -1,0 +1,85 @@
+"""Everything that can be said of a parsed recipe before anything is started."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from .algorithm_rules import algorithm_without_effect
+from .checks import setting_problems
+from .preflight import checkpoint_problems, data_problems, model_kind_problems, model_problems
+from .recipe_checks import import_recipe_modules, recipe_problems, worker_count_problems
+from .support import refusals, without_effect
+from .type_checks import type_problems, without_mistyped
+
+
+@dataclass(frozen=True)
+class Findings:
+    """Lines about one recipe, each naming its setting."""
+
+    refused: list[str]
+    """What stands against the run on any machine: features that are not there, values that cannot work, and the
+    first of SkyRL's own checks that fails."""
+    missing: list[str]
+    """What this machine lacks for it: files, folders, keys, and room for its processes."""
+    ignored: list[str]
+    """Settings that change nothing, a line for each reason."""
+
+
+def inspect_config(cfg: Any) -> Findings:
+    """Check a parsed config; SkyRL's own ``validate_cfg`` is run on it, which rewrites some settings.
+
+    Args:
+        cfg: a ``SkyRLTrainConfig`` with ``trainer.arctic_rl``.
+    """
+    mistyped = type_problems(cfg)
+    cfg = without_mistyped(cfg)
+    imports = import_recipe_modules(cfg)
+    ignored = [*without_effect(cfg), *algorithm_without_effect(cfg)]
+    refused = [*mistyped, *imports, *refusals(cfg), *recipe_problems(cfg), *setting_problems(cfg)]
+    refused += [*model_kind_problems(cfg), *checkpoint_problems(cfg)]
+    missing = [*data_problems(cfg), *model_problems(cfg), *_key_problems(cfg), *worker_count_problems(cfg)]
+    return Findings(_distinct([*refused, *_skyrl_problems(cfg)]), missing, ignored)
+
+
+def _key_problems(cfg: Any) -> Iterator[str]:
+    if cfg.trainer.logger == "wandb" and not os.environ.get("WANDB_API_KEY"):
+        yield (
+            "trainer.logger=wandb: the environment variable WANDB_API_KEY is not set; export it (any value will do "
+            "with WANDB_MODE=offline), or write trainer.logger=console"
+        )
+
+
+def _skyrl_problems(cfg: Any) -> list[str]:
+    """The first of SkyRL's own checks that fails, as a line; ``validate_cfg`` also rewrites some settings."""
+    from skyrl.train.utils import validate_cfg
+
+    try:
+        with _key_for_checks():
+            validate_cfg(cfg)
+    except (AssertionError, ValueError, NotImplementedError, ArithmeticError, TypeError, AttributeError) as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        message = " ".join(str(error or frame.line).split())
+        return [f"SkyRL's own check: {message} ({type(error).__name__} in {frame.name})"]
+    return []
+
+
+@contextlib.contextmanager
+def _key_for_checks() -> Iterator[None]:
+    """SkyRL's checks end at a missing key for wandb, which is told apart."""
+    if os.environ.get("WANDB_API_KEY"):
+        yield
+        return
+    os.environ["WANDB_API_KEY"] = "none"
+    try:
+        yield
+    finally:
+        del os.environ["WANDB_API_KEY"]
+
+
+def _distinct(lines: list[str]) -> list[str]:
+    return list(dict.fromkeys(lines))

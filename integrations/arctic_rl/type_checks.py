@@ -1,0 +1,49 @@
+"""Values of SkyRL's settings that are not of the type that SkyRL annotates: its parser takes any."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from .support.entries import shown
+from .support.leaves import MISSING, skyrl_leaves, value_of
+from .value_types import describe, matches
+
+_ALSO_LISTS = ("lora.target_modules", "lora.exclude_modules")
+"""Annotated as one text; SkyRL's documentation allows a list."""
+
+_ALSO_NULL = ("trainer.project_name", "trainer.run_name")
+"""Annotated as text; the trackers make up a name where there is none, as recipes with an unset variable rely on."""
+
+
+def type_problems(cfg: Any) -> list[str]:
+    """Every setting whose value is of another type than its own, a line each."""
+    leaves = skyrl_leaves()
+    return [f"{name}={shown(value_of(cfg, name))} is not {describe(leaves[name].hint)}" for name in _mistyped(cfg)]
+
+
+def without_mistyped(cfg: Any) -> Any:
+    """The config itself where every value is of its type, else a copy with SkyRL's defaults in place of the others, so
+    that what else is wrong can be told."""
+    mistyped = _mistyped(cfg)
+    if not mistyped:
+        return cfg
+    mended, leaves = copy.deepcopy(cfg), skyrl_leaves()
+    for name in mistyped:
+        section, _, leaf = name.rpartition(".")
+        setattr(value_of(mended, section), leaf, copy.deepcopy(leaves[name].default))
+    return mended
+
+
+def _mistyped(cfg: Any) -> list[str]:
+    names = []
+    for name, leaf in skyrl_leaves().items():
+        value = value_of(cfg, name)
+        if value is MISSING or matches(value, leaf.hint):
+            continue
+        if name.endswith(_ALSO_LISTS) and matches(value, list[str]):
+            continue
+        if name in _ALSO_NULL and value is None:
+            continue
+        names.append(name)
+    return names
