@@ -282,15 +282,19 @@ class ArcticDispatch:
 
     def save_hf_model(self, model: str, export_dir: str, tokenizer: Any) -> None:
         raise UnsupportedError(
-            f"exporting a Hugging Face model to {export_dir} is not there yet: write trainer.hf_save_interval=-1 "
-            "and trainer.update_ref_every_epoch=false"
+            f"exporting a Hugging Face model to {export_dir} is not there yet: write trainer.hf_save_interval=-1"
         )
 
     def init_model(self, model: str, model_path: str, num_training_steps: int | None = None) -> None:
         raise UnsupportedError(
-            f"initialising {model} again from {model_path} is not there yet: write "
-            "trainer.update_ref_every_epoch=false"
+            f"initialising {model} again from {model_path} is not served: update_reference makes the reference model "
+            "a copy of the policy"
         )
+
+    def update_reference(self) -> None:
+        """Make the reference model a copy of the policy as it is now, without writing a model to disk."""
+        self._check_model("ref")
+        self._loop.run(self._backend.update_reference())
 
     def start_profile(self, model: str, config: dict | None = None, raise_on_error: bool = False) -> None:
         self._refuse_profiling()

@@ -52,32 +52,38 @@ def server_config(cfg: Any, *, run_id: str, env_vars: dict[str, str]) -> ServerC
     )
 
 
+def optimizer_spec(cfg: Any) -> OptimizerSpec:
+    """The policy's optimizer and schedule."""
+    optimizer, arctic = cfg.trainer.policy.optimizer_config, cfg.trainer.arctic_rl
+    return OptimizerSpec(
+        lr=float(optimizer.lr),
+        betas=(float(optimizer.adam_betas[0]), float(optimizer.adam_betas[1])),
+        weight_decay=float(optimizer.weight_decay),
+        max_grad_norm=float(optimizer.max_grad_norm),
+        scheduler=optimizer.scheduler,
+        num_warmup_steps=int(optimizer.num_warmup_steps),
+        lr_warmup_ratio=arctic.lr_warmup_ratio,
+        min_lr_ratio=arctic.min_lr_ratio,
+    )
+
+
 def _training_spec(cfg: Any, role: str, threads: int) -> TrainingSpec:
     trainer = cfg.trainer
-    optimizer = trainer.policy.optimizer_config
+    is_policy = role == "policy"
     return TrainingSpec(
         role=role,
         model_path=vars(trainer)[role].model.path,
         dtype="bfloat16" if trainer.bf16 else "float32",
         zero_stage=trainer.arctic_rl.zero_stage,
-        optimizer=OptimizerSpec(
-            lr=float(optimizer.lr),
-            betas=(float(optimizer.adam_betas[0]), float(optimizer.adam_betas[1])),
-            weight_decay=float(optimizer.weight_decay),
-            max_grad_norm=float(optimizer.max_grad_norm),
-            scheduler=optimizer.scheduler,
-            num_warmup_steps=int(optimizer.num_warmup_steps),
-            lr_warmup_ratio=trainer.arctic_rl.lr_warmup_ratio,
-            min_lr_ratio=trainer.arctic_rl.min_lr_ratio,
-        ),
+        optimizer=optimizer_spec(cfg),
         gradient_checkpointing=trainer.gradient_checkpointing,
         gradient_checkpointing_use_reentrant=trainer.gradient_checkpointing_use_reentrant,
         seed=trainer.seed,
         device="cpu",
         threads=threads,
         processor_modules=tuple(trainer.arctic_rl.processor_modules),
-        loss_fn=trainer.arctic_rl.loss_fn if role == "policy" else None,
-        policy_loss=packed_policy_loss(cfg) if role == "policy" else None,
+        loss_fn=trainer.arctic_rl.loss_fn if is_policy else None,
+        policy_loss=packed_policy_loss(cfg) if is_policy else None,
     )
 
 

@@ -12,16 +12,20 @@ from skyrl.train.utils.callbacks import CallbackInput, TrainingCallback, Trainin
 from .backends.base import RemoteBackend
 from .backends.loop_thread import LoopThread
 from .dispatch import ArcticDispatch
+from .equal_rewards import EqualRewardsMixin
+from .server.schedule import warmup_steps
+from .server_config import optimizer_spec
 from .unjudged import JudgedBaselineMixin
 
 METRICS_NAME = "metrics.jsonl"
 
 
-class ArcticTrainerMixin(JudgedBaselineMixin):
+class ArcticTrainerMixin(JudgedBaselineMixin, EqualRewardsMixin):
     """Put before the class of the trainer that an experiment built, ``RayPPOTrainer`` or a recipe's own.
 
-    Two methods are replaced, ``build_models`` and ``_cleanup_old_checkpoints``; the loop, advantages, mini-batches,
-    checkpoints' bookkeeping and logging stay the trainer's own. ``attach_backend`` comes before ``build_models``.
+    ``build_models``, ``update_ref_with_policy`` and ``_cleanup_old_checkpoints`` are replaced; the loop, advantages,
+    mini-batches, checkpoints' bookkeeping and logging stay the trainer's own, around which the two base classes mend
+    what rounding and unjudged samples do. ``attach_backend`` comes before ``build_models``.
     """
 
     def attach_backend(self, backend: RemoteBackend, loop: LoopThread) -> None:
@@ -35,10 +39,15 @@ class ArcticTrainerMixin(JudgedBaselineMixin):
 
         Replaces SkyRL's creation of FSDP or Megatron actor groups, which need GPUs; the worker classes are ignored.
         The schedule's horizon is the run's optimizer steps: batches x update epochs x mini-batches.
+
+        Raises:
+            UnsupportedError: ``lr_warmup_ratio`` of that horizon is not the ``num_warmup_steps`` beside it.
         """
         trainer = self.cfg.trainer
         steps_per_batch = trainer.train_batch_size // trainer.policy_mini_batch_size * trainer.update_epochs_per_batch
-        self._arctic_loop.run(self._arctic_backend.initialize(self.total_training_steps * steps_per_batch))
+        horizon = self.total_training_steps * steps_per_batch
+        warmup_steps(optimizer_spec(self.cfg), horizon)
+        self._arctic_loop.run(self._arctic_backend.initialize(horizon))
         self.dispatch = ArcticDispatch(
             self.cfg,
             self._arctic_backend,
@@ -50,6 +59,13 @@ class ArcticTrainerMixin(JudgedBaselineMixin):
         self.policy_model = self.dispatch
         self.ref_model = self.dispatch if uses_reference else None
         logger.info("the Arctic RL backend's workers are up")
+
+    def update_ref_with_policy(self) -> None:
+        """Make the reference model a copy of the policy.
+
+        SkyRL's own writes a Hugging Face model to disk and loads it again.
+        """
+        self.dispatch.update_reference()
 
     def _cleanup_old_checkpoints(self) -> None:
         """Remove old checkpoints where ``max_ckpts_to_keep`` asks for it.

@@ -521,7 +521,7 @@ class TestSmallCalls:
 REFUSED = {
     "resume": (lambda d: d.load_checkpoint("policy", "/ckpt/global_step_7"), "resume_mode=null"),
     "export": (lambda d: d.save_hf_model("policy", "/exports", None), "hf_save_interval=-1"),
-    "a new reference": (lambda d: d.init_model("ref", "/exports"), "update_ref_every_epoch=false"),
+    "a new reference": (lambda d: d.init_model("ref", "/exports"), "update_reference"),
     "profiling": (lambda d: d.start_profile("policy"), "torch_profiler_config.enable=false"),
     "profile step": (lambda d: d.profile_step("policy"), "torch_profiler_config.enable=false"),
     "end of profiling": (lambda d: d.stop_profile("policy"), "torch_profiler_config.enable=false"),
