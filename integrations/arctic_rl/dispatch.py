@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,15 @@ from .off_policy import correction_weights
 from .processors.packing import plan_micro_batches
 from .step_log import STEP_LOG_NAME, StepLog
 
-StagedMiniBatch = TrainingInputBatch
+
+@dataclass(frozen=True)
+class StagedMiniBatch:
+    """A mini-batch as ``*_from_staged`` takes it."""
+
+    rows: TrainingInputBatch
+    trailing_rows: int
+    """Rows behind the last mini-batch, for the last one; 0 for any other. SkyRL pads a batch of step-wise rows at its
+    end, leaves the padding out of every mini-batch, and still wants an output for it."""
 
 
 class ArcticDispatch:
@@ -66,7 +75,11 @@ class ArcticDispatch:
     ) -> list[StagedMiniBatch]:
         """Cut a batch into its mini-batches; each is what ``*_from_staged`` takes as ``chunk_refs``."""
         self._check_model(model)
-        return [data[start:end] for start, end in mini_batch_boundaries]
+        last = mini_batch_boundaries[-1][1]
+        return [
+            StagedMiniBatch(data[start:end], len(data) - last if end == last else 0)
+            for start, end in mini_batch_boundaries
+        ]
 
     def forward(
         self,
@@ -111,8 +124,11 @@ class ArcticDispatch:
         loss_fn_config: dict[str, Any] | None = None,
         model_id: str | None = None,
     ) -> WorkerOutput:
-        """``forward`` on a staged mini-batch."""
-        return self.forward(model, chunk_refs, loss_fn, loss_fn_config, model_id)
+        """``forward`` on a staged mini-batch, with zeros for rows that only pad the batch behind it."""
+        output = self.forward(model, chunk_refs.rows, loss_fn, loss_fn_config, model_id)
+        padding = {name: [0.0] * len(values) for name, values in output.loss_fn_outputs[0].items()}
+        output.loss_fn_outputs += [padding] * chunk_refs.trailing_rows
+        return output
 
     def forward_backward(
         self,
@@ -199,7 +215,7 @@ class ArcticDispatch:
         model_id: str | None = None,
     ) -> WorkerOutput:
         """``forward_backward`` on a staged mini-batch."""
-        return self.forward_backward(model, chunk_refs, loss_fn, loss_fn_config, model_id)
+        return self.forward_backward(model, chunk_refs.rows, loss_fn, loss_fn_config, model_id)
 
     def optim_step(self, model: str, model_id: str | None = None) -> float:
         """One optimizer step; returns the gradient's L2 norm before clipping."""

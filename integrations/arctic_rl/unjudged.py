@@ -84,6 +84,19 @@ class JudgedBaselineMixin:
     ``trainer.algorithm.advantage_batch_normalize``, as SkyRL counts a row that overlong filtering masks.
     """
 
+    def postprocess_generator_output(self, generator_output: Any, uids: list[str], *args: Any, **kwargs: Any) -> Any:
+        """SkyRL's, with the rows of an unjudged trajectory marked where its turns were merged into new rows."""
+        ids = generator_output.get("trajectory_ids")
+        marked = zip(ids or [], generator_output["loss_masks"], strict=False)
+        unjudged = {_trajectory(row_id) for row_id, mask in marked if isinstance(mask, UnjudgedMask)}
+        output, uids = super().postprocess_generator_output(generator_output, uids, *args, **kwargs)
+        if unjudged:
+            output["loss_masks"] = [
+                UnjudgedMask(len(mask)) if _trajectory(row_id) in unjudged else mask
+                for row_id, mask in zip(output["trajectory_ids"], output["loss_masks"], strict=True)
+            ]
+        return output, uids
+
     def convert_to_training_input(self, generator_output: Any, uids: list[str]) -> Any:
         """SkyRL's training batch, with the rows that could not be judged noted in its metadata."""
         batch = super().convert_to_training_input(generator_output, uids)
@@ -106,6 +119,10 @@ class JudgedBaselineMixin:
         data.metadata["uids"] = uids
         data["response_mask"] = response_mask
         return data
+
+
+def _trajectory(trajectory_id: Any) -> tuple[Any, Any]:
+    return trajectory_id.instance_id, trajectory_id.repetition_id
 
 
 def _groups_without(rows: list[int], uids: list[str], counted: Sequence[bool], rewards: Any) -> list[str]:
