@@ -6,9 +6,10 @@ be killed and has a memory limit.
 
 import sqlite3
 import time
+from functools import partial
 
+from ..compare import Value
 from ..execute import FORBIDDEN_FUNCTIONS
-from ..sqltext import tokens
 from .describe import HEAP_BYTES
 
 TIMEOUT_S = 10.0
@@ -39,10 +40,10 @@ _ACTION_NAMES = {
     sqlite3.SQLITE_DETACH: "DETACH",
     sqlite3.SQLITE_PRAGMA: "PRAGMA",
 }
-_RANDOM_FUNCTIONS = frozenset({"random", "randomblob"})
+_CHANCE_FUNCTIONS = frozenset({"random", "randomblob"})
 _CLOCK_FUNCTIONS = frozenset({"current_date", "current_time", "current_timestamp"})
-_DATE_FUNCTIONS = frozenset({"date", "time", "datetime", "julianday", "strftime", "unixepoch", "timediff"})
-_CLOCK_WORDS = frozenset({"now", "localtime", "utc"})
+_DATE_FUNCTIONS = frozenset({"date", "time", "datetime", "julianday", "strftime", "unixepoch"})
+_CLOCK_ARGUMENTS = frozenset({"now", "localtime", "utc"})
 
 
 class ContextFailed(ValueError):
@@ -58,56 +59,78 @@ def build_database(script: str) -> bytes:
 
     Raises ContextFailed if a statement fails or is refused, or no table is made.
     """
-    guard = _Guard(script)
+    guard = _Guard()
     connection = sqlite3.connect(":memory:", isolation_level=None, cached_statements=0)
+    # the date functions of one connection, asked by those that stand in for them in the other
+    calendar = sqlite3.connect(":memory:")
     try:
         _confine(connection, guard)
+        _refuse_chance_and_clock(connection, guard, calendar)
         try:
             connection.executescript(script)
             if connection.in_transaction:
                 connection.execute("COMMIT")
         except (sqlite3.Error, sqlite3.Warning, ValueError, MemoryError) as error:
             raise ContextFailed(guard.reason or str(error) or type(error).__name__) from error
+        connection.set_authorizer(None)
         connection.set_progress_handler(None, 0)
         if connection.execute("SELECT count(*) FROM sqlite_master WHERE type = 'table'").fetchone() == (0,):
             raise ContextFailed("its statements make no table")
         return connection.serialize()
     finally:
         connection.close()
+        calendar.close()
 
 
 class _Guard:
     """What the callbacks that watch a script have seen."""
 
-    def __init__(self, script: str) -> None:
+    def __init__(self) -> None:
         self.reason = ""
         self._deadline = time.monotonic() + TIMEOUT_S
-        self._reads_clock = _reads_clock(script)
+
+    def refuse(self, reason: str) -> None:
+        self.reason = self.reason or reason
 
     def interrupt(self) -> bool:
         if time.monotonic() > self._deadline:
-            self.reason = self.reason or f"its statements take more than {TIMEOUT_S:g} s"
+            self.refuse(f"its statements take more than {TIMEOUT_S:g} s")
             return True
         return False
 
     def authorize(self, action: int, first: str | None, second: str | None, *_: str | None) -> int:
-        refusal = self._refusal(action, (second or "").lower())
-        if not refusal:
+        if action == sqlite3.SQLITE_FUNCTION:
+            allowed, name = (second or "").lower() not in FORBIDDEN_FUNCTIONS, f"the function {second}"
+        else:
+            allowed, name = action in _ALLOWED_ACTIONS, _ACTION_NAMES.get(action, f"action {action} on {first}")
+        if allowed:
             return sqlite3.SQLITE_OK
-        self.reason = self.reason or refusal
+        self.refuse(f"{name} is not allowed")
         return sqlite3.SQLITE_DENY
 
-    def _refusal(self, action: int, function: str) -> str:
-        if action != sqlite3.SQLITE_FUNCTION:
-            name = _ACTION_NAMES.get(action, f"action {action}")
-            return "" if action in _ALLOWED_ACTIONS else f"{name} is not allowed"
-        if function in FORBIDDEN_FUNCTIONS:
-            return f"the function {function} is not allowed"
-        if function in _RANDOM_FUNCTIONS:
-            return f"it depends on chance ({function})"
-        if function in _CLOCK_FUNCTIONS or (function in _DATE_FUNCTIONS and self._reads_clock):
-            return f"it depends on the time of day ({function})"
-        return ""
+
+def _refuse_chance_and_clock(connection: sqlite3.Connection, guard: _Guard, calendar: sqlite3.Connection) -> None:
+    """Replaces the functions whose result is another at the next call.
+
+    The authorizer would not do: it is not asked about the functions of a DEFAULT clause.
+    """
+    for name in _CHANCE_FUNCTIONS | _CLOCK_FUNCTIONS:
+        reason = f"it depends on {'chance' if name in _CHANCE_FUNCTIONS else 'the time of day'} ({name})"
+        connection.create_function(name, -1, partial(_refused, guard, reason), deterministic=True)
+    for name in _DATE_FUNCTIONS:
+        connection.create_function(name, -1, partial(_date_function, guard, calendar, name), deterministic=True)
+
+
+def _refused(guard: _Guard, reason: str, *_: Value) -> None:
+    guard.refuse(reason)
+    raise ContextFailed(reason)
+
+
+def _date_function(guard: _Guard, calendar: sqlite3.Connection, name: str, *arguments: Value) -> Value:
+    moment = arguments[1:] if name == "strftime" else arguments
+    if not moment or any(isinstance(word, str) and word.strip().lower() in _CLOCK_ARGUMENTS for word in moment):
+        _refused(guard, f"it depends on the time of day ({name})")
+    return calendar.execute(f"SELECT {name}({', '.join('?' * len(arguments))})", arguments).fetchone()[0]
 
 
 def _confine(connection: sqlite3.Connection, guard: _Guard) -> None:
@@ -120,17 +143,3 @@ def _confine(connection: sqlite3.Connection, guard: _Guard) -> None:
     connection.setlimit(sqlite3.SQLITE_LIMIT_ATTACHED, 0)
     connection.set_authorizer(guard.authorize)
     connection.set_progress_handler(guard.interrupt, _OPCODES_PER_CHECK)
-
-
-def _reads_clock(script: str) -> bool:
-    """Says whether a date function of `script`, if it has one, may be asked for the present."""
-    recent: list[str] = []
-    for kind, text, _ in tokens(script):
-        if kind == "space":
-            continue
-        if kind == "quoted" and text[1:-1].strip().lower() in _CLOCK_WORDS:
-            return True
-        recent = [*recent[-2:], text.lower()]
-        if len(recent) == 3 and recent[0] in _DATE_FUNCTIONS and recent[1:] == ["(", ")"]:
-            return True
-    return False

@@ -9,7 +9,7 @@ from .check import SCORES_FULL, Finding, Verdict, check_gold, check_ties, max_se
 from .problems import ProblemKind, printable
 from .questions import Question
 from .run import Run
-from .workers import JobFailure, run_jobs
+from .workers import JobFailure
 from .workspace import Journal, code_state, file_state, job_key
 
 type Gold = tuple[str, str]
@@ -81,8 +81,8 @@ def _judge(
     todo = [gold for gold in keys if keys[gold] not in journal]
     bar = run.bar(len(keys), len(keys) - len(todo), judge.name)
     verdicts = {gold: Verdict.of(journal[key]) for gold, key in keys.items() if key in journal}
-    jobs = ((gold, (gold[1], gold[0], config)) for gold in todo)
-    for gold, result in run_jobs(judge.function, jobs, workers=run.settings.worker_count, timeout_s=judge.max_seconds):
+    jobs = [(gold, (gold[1], gold[0], config)) for gold in todo]
+    for gold, result in run.workers.run(judge.function, jobs, timeout_s=judge.max_seconds):
         if isinstance(result, JobFailure):
             verdicts[gold] = Verdict(judge.if_killed if result.timed_out else judge.if_lost, result.reason)
         else:

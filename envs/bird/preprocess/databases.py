@@ -12,7 +12,7 @@ from .descriptions import description_files
 from .problems import Problem, ProblemKind
 from .run import Run
 from .settings import DescribeLimits
-from .workers import JobFailure, run_jobs
+from .workers import JobFailure
 from .workspace import code_state, file_state, job_key
 
 _BUILD_GRACE_S = 5.0
@@ -26,10 +26,8 @@ def build_databases(run: Run, contexts: dict[str, str]) -> None:
     missing = {path: script for path, script in contexts.items() if not _has_content(path)}
     bar = run.bar(len(contexts), len(contexts) - len(missing), "databases built")
     failures = {}
-    jobs = ((path, (script,)) for path, script in missing.items())
-    for path, result in run_jobs(
-        build_job, jobs, workers=run.settings.worker_count, timeout_s=TIMEOUT_S + _BUILD_GRACE_S
-    ):
+    jobs = [(path, (script,)) for path, script in missing.items()]
+    for path, result in run.workers.run(build_job, jobs, timeout_s=TIMEOUT_S + _BUILD_GRACE_S):
         if isinstance(result, JobFailure):
             failures[path] = result.reason
         else:
@@ -64,10 +62,8 @@ def describe_databases(run: Run) -> dict[str, str]:
     todo = [path for path in databases if keys[path] not in journal]
     bar = run.bar(len(databases), len(databases) - len(todo), "databases read")
     failures = {}
-    jobs = ((path, (path, databases[path].descriptions, settings.describe)) for path in todo)
-    for path, result in run_jobs(
-        describe_job, jobs, workers=settings.worker_count, timeout_s=settings.database_timeout_s
-    ):
+    jobs = [(path, (path, databases[path].descriptions, settings.describe)) for path in todo]
+    for path, result in run.workers.run(describe_job, jobs, timeout_s=settings.database_timeout_s):
         if isinstance(result, JobFailure):
             failures[path] = result.reason
         else:

@@ -110,4 +110,4 @@ def _text(row: dict[str, str]) -> str:
 
 
 def _words(text: str) -> str:
-    return " ".join(text.replace("_", " ").casefold().split())
+    return " ".join(text.replace("_", " ").casefold().split()).rstrip(" ;.")

@@ -19,6 +19,7 @@ from .run import Progress, Run
 from .settings import PreprocessSettings, SettingError, Source, Split
 from .spider import read_spider
 from .tokens import TokenCounter
+from .workers import Workers
 from .workspace import Workspace
 
 READERS: dict[Source, Callable[[PreprocessSettings], SourceData]] = {
@@ -45,8 +46,8 @@ def preprocess(settings: PreprocessSettings, *, progress: Progress, say: Callabl
         WorkspaceBusyError: another run writes to the same folder.
     """
     counter = None if settings.tokenizer is None else TokenCounter(settings.tokenizer)
-    with Workspace(settings.output_dir) as work:
-        run = Run(settings, work, progress, say)
+    with Workspace(settings.output_dir) as work, Workers(settings.worker_count) as workers:
+        run = Run(settings, work, workers, progress, say)
         data = {source: READERS[source](settings) for source in settings.sources}
         for one in data.values():
             for line in one.found:

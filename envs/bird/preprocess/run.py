@@ -8,6 +8,7 @@ from typing import Any
 from .problems import Problem, ProblemKind
 from .questions import Question
 from .settings import PreprocessSettings, Split
+from .workers import Workers
 from .workspace import Workspace
 
 type Progress = Callable[..., Any]
@@ -20,6 +21,7 @@ class Run:
 
     settings: PreprocessSettings
     work: Workspace
+    workers: Workers
     progress: Progress
     say: Callable[[str], object]
     questions: list[Question] = field(default_factory=list)

@@ -7,11 +7,11 @@ import resource
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from pebble import ProcessExpired, ProcessPool
 
@@ -35,67 +35,88 @@ class JobFailure:
     reason: str
 
 
-def run_jobs[Key: Hashable](
-    function: Callable[..., Any], jobs: Iterable[tuple[Key, tuple[Any, ...]]], *, workers: int, timeout_s: float
-) -> Iterator[tuple[Key, Any]]:
-    """Yields (key, what `function(*arguments)` returns or a JobFailure) as the jobs end, in any order.
+class Workers:
+    """Processes that run jobs, started when first needed and kept for the next jobs; a context manager.
 
-    A worker that runs past the time limit is killed and replaced, as is one that dies. `function` must be importable
-    and its arguments and result picklable. Workers end with the generator, and with this process, however that ends.
-
-    Args:
-        function: Runs in a spawned process with `MEMORY_LIMIT_BYTES`.
-        jobs: (key, arguments), read as workers become free.
-        workers: Number of processes.
-        timeout_s: Seconds that one job may run.
-
-    Raises WorkersLostError if the pool breaks several times in a row before any job has ended.
+    They end with it, and with this process, however that ends.
     """
-    source = iter(jobs)
-    waiting = deque[tuple[Key, tuple[Any, ...]]]()
-    running: dict[Future[Any], tuple[Key, tuple[Any, ...]]] = {}
-    pool: ProcessPool | None = None
-    broken = 0
-    try:
-        while True:
-            if pool is not None and not pool.active:
-                _stop(pool)
-                pool, broken = None, broken + 1
-                if broken > _MAX_BROKEN_POOLS:
-                    raise WorkersLostError(f"{broken} pools of {workers} worker processes broke one after another")
-                # what a broken pool had taken on is lost
-                waiting.extend(running.values())
-                running.clear()
-            while len(running) < _JOBS_AHEAD * workers:
-                job = waiting.popleft() if waiting else next(source, None)
-                if job is None:
-                    break
-                pool = _start(workers) if pool is None else pool
-                running[pool.schedule(_call, args=(function, job[1]), timeout=timeout_s)] = job
-            if not running:
-                return
-            done, _ = wait(running, timeout=_POLL_S, return_when=FIRST_COMPLETED)
-            for future in done:
-                key, _ = running.pop(future)
-                broken = 0
-                yield key, _outcome(future, timeout_s)
-    finally:
-        _stop(pool)
 
+    def __init__(self, count: int) -> None:
+        """`count`: processes at most; no more are started than there are jobs."""
+        self._count = count
+        self._pool: ProcessPool | None = None
+        self._size = 0
 
-def _start(workers: int) -> ProcessPool:
-    return ProcessPool(
-        max_workers=workers,
-        initializer=_initialize,
-        initargs=(os.getpid(),),
-        context=multiprocessing.get_context("spawn"),
-    )
+    def __enter__(self) -> Self:
+        return self
 
+    def __exit__(self, *_: object) -> None:
+        self._stop()
 
-def _stop(pool: ProcessPool | None) -> None:
-    if pool is not None:
-        pool.stop()
-        pool.join()
+    def run[Key: Hashable](
+        self, function: Callable[..., Any], jobs: Sequence[tuple[Key, tuple[Any, ...]]], *, timeout_s: float
+    ) -> Iterator[tuple[Key, Any]]:
+        """Yields (key, what `function(*arguments)` returns or a JobFailure) as the jobs end, in any order.
+
+        A worker that runs past the time limit is killed and replaced, as is one that dies.
+
+        Args:
+            function: Must be importable, its arguments and result picklable; runs with `MEMORY_LIMIT_BYTES`.
+            jobs: (key, arguments).
+            timeout_s: Seconds that one job may run.
+
+        Raises WorkersLostError if the pool breaks several times in a row before any job has ended.
+        """
+        waiting = deque(jobs)
+        running: dict[Future[Any], tuple[Key, tuple[Any, ...]]] = {}
+        broken = 0
+        self._fit(len(jobs))
+        try:
+            while waiting or running:
+                pool = self._live_pool()
+                if not pool.active:
+                    broken += 1
+                    if broken > _MAX_BROKEN_POOLS:
+                        raise WorkersLostError(f"{broken} pools of worker processes broke one after another")
+                    self._stop()
+                    # what a broken pool had taken on is lost
+                    waiting.extend(running.values())
+                    running.clear()
+                    continue
+                while waiting and pool.active and len(running) < _JOBS_AHEAD * self._size:
+                    job = waiting.popleft()
+                    running[pool.schedule(_call, args=(function, job[1]), timeout=timeout_s)] = job
+                done, _ = wait(running, timeout=_POLL_S, return_when=FIRST_COMPLETED)
+                for future in done:
+                    key, _ = running.pop(future)
+                    broken = 0
+                    yield key, _outcome(future, timeout_s)
+        finally:
+            if running:
+                self._stop()
+
+    def _fit(self, jobs: int) -> None:
+        """Settles for how many workers so many jobs are worth; a pool that is too small for them is replaced."""
+        wanted = min(self._count, jobs)
+        if self._pool is None or (self._size < wanted and jobs > self._size * _JOBS_AHEAD):
+            self._stop()
+            self._size = wanted
+
+    def _live_pool(self) -> ProcessPool:
+        if self._pool is None:
+            self._pool = ProcessPool(
+                max_workers=self._size,
+                initializer=_initialize,
+                initargs=(os.getpid(),),
+                context=multiprocessing.get_context("spawn"),
+            )
+        return self._pool
+
+    def _stop(self) -> None:
+        if self._pool is not None:
+            self._pool.stop()
+            self._pool.join()
+            self._pool = None
 
 
 def _outcome(future: Future[Any], timeout_s: float) -> Any:
