@@ -127,8 +127,7 @@ class ArcticDispatch:
         """``forward`` on a staged mini-batch, with zeros for rows that only pad the batch behind it."""
         output = self.forward(model, chunk_refs.rows, loss_fn, loss_fn_config, model_id)
         padding = {name: [0.0] * len(values) for name, values in output.loss_fn_outputs[0].items()}
-        output.loss_fn_outputs += [padding] * chunk_refs.trailing_rows
-        return output
+        return WorkerOutput(loss_fn_outputs=[*output.loss_fn_outputs, *[padding] * chunk_refs.trailing_rows])
 
     def forward_backward(
         self,
