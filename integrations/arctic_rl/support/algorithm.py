@@ -93,15 +93,7 @@ def _correction_cap(setting: str, value: Any, cfg: Any) -> Iterable[str]:
         yield refusal(setting, value, "SkyRL would cap every weight there", instead)
 
 
-def _scalar_rewards(setting: str, value: Any, cfg: Any) -> Iterable[str]:
-    if value and not cfg.generator.batched:
-        yield refusal(
-            setting,
-            value,
-            "SkyRL filters rewards of whole responses only, and per-trajectory generation gives rewards of tokens",
-            "write generator.batched=true",
-        )
-
+_EQUAL_REWARDS_TESTS = "tests/arctic_rl/test_equal_rewards.py::"
 
 _NO_CRITIC = PartOf("trainer.critic.model.path", "no critic")
 _VALIDATE = "skyrl.train.utils.utils:validate_cfg"
@@ -154,14 +146,13 @@ ALGORITHM: dict[str, Entry] = under(
             _ADVANTAGES,
             idle=_unless("advantage_estimator", "grpo"),
         ),
-        "zero_variance_filter": skyrls(
-            "takes groups of equal rewards out of the loss",
-            f"{_TRAINER}.postprocess_generator_output",
-            limit=_scalar_rewards,
+        "zero_variance_filter": ours(
+            "takes groups of equal rewards out of the loss, also where rewards are given per token",
+            f"{_EQUAL_REWARDS_TESTS}test_the_filter_sees_rewards_of_tokens_as_it_sees_those_of_responses",
         ),
-        "zero_variance_filter_tol": skyrls(
+        "zero_variance_filter_tol": ours(
             "rewards this close count as equal",
-            f"{_TRAINER}.postprocess_generator_output",
+            f"{_EQUAL_REWARDS_TESTS}test_the_filters_tolerance_and_what_is_masked_already",
             idle=_unless("zero_variance_filter", True),
         ),
         "lambd": _NO_CRITIC,

@@ -148,7 +148,7 @@ GENERATION: dict[str, Entry] = {
 
 _SQL = "skyrl_gym.envs.sql.env:SQLEnv.__init__"
 _SEARCH = "skyrl_gym.envs.search.env:SearchEnv.__init__"
-_OWN = f"{_GENERATOR}.agent_loop"
+_OWN = "skyrl.train.entrypoints.main_base:BasePPOExp.get_generator"
 
 ENVIRONMENT: dict[str, Entry] = under(
     "environment",

@@ -73,6 +73,11 @@ _OPTIMIZER = (
 )
 
 
+def _constant_rate(cfg: Any) -> str | None:
+    name = cfg.trainer.policy.optimizer_config.scheduler
+    return f"no warm-up with trainer.policy.optimizer_config.scheduler={name}" if name == "constant" else None
+
+
 def _without_fsdp(cfg: Any) -> str | None:
     return "read with trainer.strategy=fsdp only" if cfg.trainer.strategy == "megatron" else None
 
@@ -122,7 +127,7 @@ POLICY: dict[str, Entry] = under(
         "optimizer_config.adam_betas": ours("AdamW"),
         "optimizer_config.weight_decay": ours("AdamW, on every parameter"),
         "optimizer_config.max_grad_norm": ours("clipping by L2 norm; 0 = none"),
-        "optimizer_config.num_warmup_steps": ours("warm-up, in optimizer steps"),
+        "optimizer_config.num_warmup_steps": ours("warm-up, in optimizer steps", idle=_constant_rate),
         "optimizer_config.scheduler": ours("the schedule of that name in transformers"),
         "optimizer_config.offload_after_step": NoEffect("nothing is offloaded on CPUs"),
         **_fsdp(_without_fsdp),

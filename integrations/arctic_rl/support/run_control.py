@@ -95,8 +95,10 @@ RUN_CONTROL: dict[str, Entry] = under(
         "recompute_old_logprobs_per_minibatch": skyrls(
             "old log-probs in mini-batches, or in one pass", f"{_TRAINER}._execute_forward_pass"
         ),
-        "update_ref_every_epoch": Refused(
-            "refreshing the reference model is not there yet", "write false", idle=without_reference
+        "update_ref_every_epoch": ours(
+            "the reference model becomes a copy of the policy at the end of each epoch but the last",
+            "tests/arctic_rl/test_own_trainer.py::test_the_reference_follows_the_policy_at_each_epochs_end",
+            idle=without_reference,
         ),
         "eval_batch_size": skyrls(
             "prompts of an evaluation batch",
@@ -105,8 +107,9 @@ RUN_CONTROL: dict[str, Entry] = under(
         ),
         "eval_before_train": skyrls("evaluation before the first step", _TRAIN, idle=without_evaluation),
         "eval_interval": skyrls("steps between evaluations; 0 or less = none", _TRAIN),
-        "max_prompt_length": skyrls(
-            "longer prompts leave the data set", "skyrl.train.dataset.dataset:PromptDataset._read_and_tokenize"
+        "max_prompt_length": ours(
+            "longer prompts leave the data set",
+            "tests/arctic_rl/test_prompt_dataset.py::test_rows_and_order_are_those_of_skyrl",
         ),
         "disable_fast_tokenizer": skyrls("the slow tokenizer", f"{_EXPERIMENT}.__init__"),
         "project_name": skyrls("the tracker's project", f"{_EXPERIMENT}.get_tracker"),

@@ -1,0 +1,5 @@
+"""``python -m integrations.arctic_rl.support``: print the support table that the README holds."""
+
+from .markdown import markdown
+
+print(markdown())
