@@ -96,6 +96,7 @@ def literal(value: Value, max_chars: int) -> str:
 def _bound(connection: sqlite3.Connection, limits: DescribeLimits) -> None:
     connection.execute(f"PRAGMA hard_heap_limit={HEAP_BYTES}").fetchone()
     connection.execute("PRAGMA temp_store=MEMORY")
+    connection.execute("PRAGMA trusted_schema=OFF")
     connection.setconfig(sqlite3.SQLITE_DBCONFIG_DEFENSIVE, True)
     connection.setlimit(sqlite3.SQLITE_LIMIT_ATTACHED, 0)
     connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, limits.max_value_bytes)

@@ -68,6 +68,7 @@ def make_report(run: Run, data: dict[Source, SourceData], rows: dict[Split, int]
             "sources": list(settings.sources),
             "splits": list(settings.splits),
             "max_tokens": settings.max_tokens,
+            "tokenizer": settings.tokenizer,
             "describe": asdict(settings.describe),
             "drop_failed": settings.drop_failed,
         },

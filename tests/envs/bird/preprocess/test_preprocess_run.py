@@ -15,6 +15,7 @@ import pytest
 
 from envs.bird.check_dataset import check_rows
 from envs.bird.env import BirdEnv
+from envs.bird.preprocess import check, databases
 from envs.bird.preprocess.cli import main as run_main
 from envs.bird.preprocess.workspace import FOLDER
 from envs.bird.prompt import ANSWER_SYSTEM_PROMPT
@@ -116,10 +117,10 @@ def test_good_and_bad_questions_and_databases(tmp_path, raw_bird, capsys):
     assert told["description_skipped"][0] == "good: broken.csv"
     assert told["schema_incomplete"] == ("nasty: broken", "no such table: main.nowhere")
 
-    check = json.loads((out / "check.json").read_text(encoding="utf-8"))
-    found = Counter({name: count for name, count in check["counts"]["bird/train"].items() if count})
+    report = json.loads((out / "check.json").read_text(encoding="utf-8"))
+    found = Counter({name: count for name, count in report["counts"]["bird/train"].items() if count})
     assert found == {"ok": 4, "empty": 1, "ties": 1, "sql_error": 1}
-    assert [(one["question_id"], one["finding"]) for one in check["findings"]] == [
+    assert [(one["question_id"], one["finding"]) for one in report["findings"]] == [
         ("2", "empty"),
         ("3", "ties"),
         ("4", "sql_error"),
@@ -246,6 +247,30 @@ def test_all_sources(tmp_path, raw_bird, database, capsys, monkeypatch):
     assert main(arguments) == 0
     assert files(out) == before
     assert "databases built: 1 of 3 by an earlier run" in capsys.readouterr().out
+
+
+def test_what_hangs_is_killed_and_costs_itself_only(tmp_path, database, monkeypatch):
+    """A context and a gold that are each one long built-in call, which no limit of SQLite's reaches."""
+    monkeypatch.setattr(databases, "TIMEOUT_S", 1.0)
+    monkeypatch.setattr(databases, "_BUILD_GRACE_S", 1.0)
+    monkeypatch.setattr(check, "GRACE_S", 1.0)
+    stuck = "SELECT instr(hex(zeroblob(7000000)), hex(zeroblob(3000000)) || '1')"
+    table = "CREATE TABLE t(a INT);"
+    records = [
+        {"id": index, "sql_prompt": "What?", "sql_context": context, "sql": sql}
+        for index, (context, sql) in enumerate(
+            [(table, "SELECT a FROM t"), (f"{table} {stuck}", "SELECT 1"), (table, stuck), (table, "SELECT 1")]
+        )
+    ]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
+    out = tmp_path / "out"
+    arguments = ["--gretelai_dir", str(tmp_path), "--output_dir", str(out), "--sources", "gretelai"]
+    assert main([*arguments, "--splits", "train", "--check", "--timeout_s", "0.5"]) == 1
+    assert [row["extra_info"]["question_id"] for row in rows_of(out, "train")] == ["0", "2", "3"]
+    (problem,) = summary_of(out)["problems"]
+    assert problem["kind"] == "context_failed" and "took more than 2 s and its process was killed" in problem["reason"]
+    findings = json.loads((out / "check.json").read_text(encoding="utf-8"))["findings"]
+    assert [(one["question_id"], one["finding"]) for one in findings] == [("0", "empty"), ("2", "timed_out")]
 
 
 @pytest.fixture(scope="module")
@@ -377,10 +402,10 @@ def test_a_killed_run_is_taken_up_where_it_was(tmp_path, database):
     whole = files(tmp_path / "whole")
     out = tmp_path / "out"
     work = out / FOLDER
-    databases, check = work / "databases.jsonl", work / "check.jsonl"
+    read, scored = work / "databases.jsonl", work / "check.jsonl"
     stages = [
-        (lambda: lines_in(databases) >= 2, "databases read: {} of 6 by an earlier run", databases),
-        (lambda: lines_in(check) >= 5, "golds scored: {} of 30 by an earlier run", check),
+        (lambda: lines_in(read) >= 2, "databases read: {} of 6 by an earlier run", read),
+        (lambda: lines_in(scored) >= 5, "golds scored: {} of 30 by an earlier run", scored),
     ]
     expected = None
     for reached, told, journal in stages:
