@@ -81,7 +81,6 @@ REFUSED = {
     "trainer.hf_save_interval": "5",
     "trainer.resume_mode": "from_path",
     "trainer.ckpt_path": "s3://bucket/ckpt",
-    "trainer.update_ref_every_epoch": "true",
     "trainer.policy.fsdp_config.mixed_precision.reduce_dtype": "bf16",
     "generator.inference_engine.backend": "sglang",
 }
