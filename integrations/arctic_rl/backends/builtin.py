@@ -39,6 +39,7 @@ class BuiltinBackend(RemoteBackend):
         self._version = 0
         self._outstanding: dict[str, int] = {}
         self._prompt_engine: dict[int, str] = {}
+        self._session_engine: dict[Any, str] = {}
         self._running = asyncio.Event()
         self._running.set()
         self._run_dir: str | None = None
@@ -103,6 +104,7 @@ class BuiltinBackend(RemoteBackend):
         remove_weights(self._weights_dir, keep=version)
         self._version = version
         self._prompt_engine.clear()
+        self._session_engine.clear()
         return version
 
     async def update_reference(self) -> None:
@@ -217,7 +219,7 @@ class BuiltinBackend(RemoteBackend):
 
     async def _generate_one(self, request: dict) -> dict:
         await self._running.wait()
-        name = self._choose_engine(request["prompt_token_ids"])
+        name = self._choose_engine(request["prompt_token_ids"], request.get("session_id"))
         self._request_count += 1
         request_id = f"{name}-{self._request_count}"
         self._outstanding[name] += 1
@@ -235,11 +237,16 @@ class BuiltinBackend(RemoteBackend):
             async with self._lease:
                 self._lease.notify_all()
 
-    def _choose_engine(self, prompt_token_ids: Iterable[int]) -> str:
-        """The engine that has the prompt cached already, else the one with the fewest requests under way."""
+    def _choose_engine(self, prompt_token_ids: Iterable[int], session_id: Any) -> str:
+        """The engine that has the session's earlier turns or the prompt cached, else the one with the fewest requests
+        under way."""
+        if session_id in self._session_engine:
+            return self._session_engine[session_id]
         key = hash(tuple(prompt_token_ids))
         if key not in self._prompt_engine:
             self._prompt_engine[key] = min(self._outstanding, key=self._outstanding.__getitem__)
+        if session_id is not None:
+            self._session_engine[session_id] = self._prompt_engine[key]
         return self._prompt_engine[key]
 
     async def _call(self, name: str, method: str, *args: Any) -> Any:
