@@ -20,6 +20,7 @@ from .entries import (
 
 _TRAINER = "skyrl.train.trainer:RayPPOTrainer"
 _ADVANTAGES = f"{_TRAINER}.compute_advantages_and_returns"
+_FELT = "tests/arctic_rl/test_own_trainer.py::test_what_each_setting_changes_is_felt"
 _LOSS_FUNCTIONS = "skyrl.backends.skyrl_train.utils.ppo_utils"
 
 _SKYRLS_LOSSES = (
@@ -107,7 +108,7 @@ _CLIPPING = _read_by("regular", "dual_clip", "gspo", "clip_cov", "rollout_is")
 ALGORITHM: dict[str, Entry] = under(
     "trainer.algorithm",
     {
-        "advantage_estimator": skyrls("SkyRL's estimators and registered ones", _ADVANTAGES, limit=_estimators),
+        "advantage_estimator": skyrls("SkyRL's estimators and registered ones", _ADVANTAGES, _FELT, limit=_estimators),
         "kl_ctrl.type": skyrls(
             "the controller of the KL penalty in the reward",
             f"{_LOSS_FUNCTIONS}:get_kl_controller",
@@ -125,25 +126,27 @@ ALGORITHM: dict[str, Entry] = under(
             limit=one_of("k1", "k2", "k3", "abs"),
             idle=_any_kl,
         ),
-        "use_kl_in_reward": skyrls("the KL penalty on rewards", f"{_TRAINER}.train"),
+        "use_kl_in_reward": skyrls("the KL penalty on rewards", f"{_TRAINER}.train", _FELT),
         "use_kl_loss": ours("the KL term of the loss, and the reference model that it needs"),
         "kl_loss_coef": ours("factor of the KL term", idle=_any_kl),
         "use_entropy_loss": ours("the entropy bonus: the mean over the mini-batch's tokens"),
         "entropy_loss_coef": ours("factor of the entropy bonus", idle=_unless("use_entropy_loss", True)),
         "temperature": ours("logits are divided by it in training; unset = the rollouts' temperature"),
         "advantage_batch_normalize": skyrls(
-            "advantages normalised over the batch", f"{_TRAINER}._normalize_advantages"
+            "advantages normalised over the batch", f"{_TRAINER}._normalize_advantages", _FELT
         ),
         "value_head_prefix": _NO_CRITIC,
         "policy_loss_type": ours("the policy loss on the server: each of SkyRL's, and registered ones"),
         "loss_reduction": skyrls(
             "weights the advantages of each mini-batch, so that the loss on the server is a sum",
             f"{_TRAINER}._normalize_advantages",
+            _FELT,
             limit=one_of("token_mean", "token_mean_legacy", "sequence_mean", "seq_mean_token_sum_norm", "prompt_mean"),
         ),
         "grpo_norm_by_std": skyrls(
             "advantages divided by their group's standard deviation",
             _ADVANTAGES,
+            _FELT,
             idle=_unless("advantage_estimator", "grpo"),
         ),
         "zero_variance_filter": ours(
@@ -157,7 +160,7 @@ ALGORITHM: dict[str, Entry] = under(
         ),
         "lambd": _NO_CRITIC,
         "gamma": skyrls(
-            "the discount of reinforce++", _ADVANTAGES, idle=_unless("advantage_estimator", "reinforce++")
+            "the discount of reinforce++", _ADVANTAGES, _FELT, idle=_unless("advantage_estimator", "reinforce++")
         ),
         "eps_clip_low": ours("clip range below 1", idle=_CLIPPING),
         "eps_clip_high": ours("clip range above 1", idle=_CLIPPING),
@@ -203,6 +206,7 @@ ALGORITHM: dict[str, Entry] = under(
         "max_seq_len": skyrls(
             "the constant of loss_reduction=seq_mean_token_sum_norm",
             f"{_TRAINER}._normalize_advantages",
+            _FELT,
             idle=_unless("loss_reduction", "seq_mean_token_sum_norm"),
         ),
     },

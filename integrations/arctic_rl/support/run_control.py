@@ -21,7 +21,7 @@ _TRAINER = "skyrl.train.trainer:RayPPOTrainer"
 _TRAIN = f"{_TRAINER}.train"
 _EXPERIMENT = "skyrl.train.entrypoints.main_base:BasePPOExp"
 _EVALUATE = "skyrl.train.evaluate:evaluate"
-_TABLES = "skyrl.train.utils.tracking:Tracking.log_samples_to_table"
+_RUNS = "tests/arctic_rl/test_own_trainer.py::"
 
 LOGGERS = ("wandb", "mlflow", "swanlab", "tensorboard", "console")
 RESUME_MODES = (None, "none", "latest")
@@ -84,20 +84,26 @@ RUN_CONTROL: dict[str, Entry] = under(
         "epochs": skyrls("passes over the data", _TRAIN),
         "max_training_steps": skyrls("the run ends after so many batches", _TRAIN),
         "update_epochs_per_batch": skyrls(
-            "passes over each batch; the schedule's horizon counts them", f"{_TRAINER}._execute_training_step"
+            "passes over each batch; the schedule's horizon counts them",
+            f"{_TRAINER}._execute_training_step",
+            f"{_RUNS}test_clipping_bites_in_the_second_pass_over_a_batch",
+            f"{_RUNS}test_the_horizon_is_the_optimizer_steps_of_the_run",
         ),
         "train_batch_size": skyrls("prompts of a batch", "skyrl.train.utils.trainer_utils:build_dataloader"),
         "policy_mini_batch_size": skyrls(
             "prompts of an optimizer step; the schedule's horizon counts them",
             f"{_TRAINER}.convert_to_training_input",
+            f"{_RUNS}test_two_mini_batches_are_two_optimizer_steps",
         ),
         "critic_mini_batch_size": PartOf("trainer.critic.model.path", "no critic"),
         "recompute_old_logprobs_per_minibatch": skyrls(
-            "old log-probs in mini-batches, or in one pass", f"{_TRAINER}._execute_forward_pass"
+            "old log-probs in mini-batches, or in one pass",
+            f"{_TRAINER}._execute_forward_pass",
+            f"{_RUNS}test_old_log_probs_are_taken_in_the_updates_own_parts_where_asked_for",
         ),
         "update_ref_every_epoch": ours(
             "the reference model becomes a copy of the policy at the end of each epoch but the last",
-            "tests/arctic_rl/test_own_trainer.py::test_the_reference_follows_the_policy_at_each_epochs_end",
+            f"{_RUNS}test_the_reference_follows_the_policy_at_each_epochs_end",
             idle=without_reference,
         ),
         "eval_batch_size": skyrls(
