@@ -28,6 +28,10 @@ class ScoringConfig:
     shown them. An environment whose state refers to the training stack (torch, skyrl, ray, ...) goes to workers only
     if that package is listed here."""
 
+    main_modules: tuple[str, ...] = ("__main__",)
+    """Modules that no worker imports: an environment whose class or state refers to one runs in a thread. A recipe's
+    own entry module is one, which imports the training stack; listed in ``modules`` too, it is imported after all."""
+
     start_up_limit_s: float = 120.0
     """Seconds a worker may take to start and import ``modules``."""
 

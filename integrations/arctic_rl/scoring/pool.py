@@ -98,7 +98,7 @@ class _Call:
         return f"{type(self.target).__qualname__}.{self.method}()"
 
 
-def _pack_call(call: _Call, modules: tuple[str, ...]) -> tuple[bytes, set[str]]:
+def _pack_call(call: _Call, config: ScoringConfig) -> tuple[bytes, set[str]]:
     """The call, pickled, and the modules that the receiver will import."""
     cls = type(call.target)
     slotted = [base.__name__ for base in cls.__mro__ if "__slots__" in vars(base) and vars(base)["__slots__"]]
@@ -107,9 +107,10 @@ def _pack_call(call: _Call, modules: tuple[str, ...]) -> tuple[bytes, set[str]]:
     file = io.BytesIO()
     pickler = _CallPickler(file)
     pickler.dump((call.target, call.method, call.args, call.kwargs or {}, call.returns_state))
-    if "__main__" in pickler.modules:
-        raise pickle.PicklingError("it uses a class of __main__, which no worker imports; move that class to a module")
-    allowed = {module.partition(".")[0] for module in modules}
+    mains = sorted(pickler.modules.intersection(config.main_modules).difference(config.modules))
+    if mains:
+        raise pickle.PicklingError(f"it uses a class of {mains[0]}, which no worker imports; move that to a module")
+    allowed = {module.partition(".")[0] for module in config.modules}
     refused = sorted(module for module in pickler.modules if module.partition(".")[0] in _STACK - allowed)
     if refused:
         raise pickle.PicklingError(f"its state refers to {refused}, too large for a worker to import")
@@ -270,7 +271,7 @@ class EnvPool:
     async def _call_in_worker(self, call: _Call, limit: _TimeLimit) -> bytes | None:
         """The pickled result; None where it cannot be had of a worker, which is then known for the class."""
         try:
-            payload, modules = _pack_call(call, self.config.modules)
+            payload, modules = _pack_call(call, self.config)
         except Exception as error:
             self._warn_once(type(call.target), f"it cannot be sent to a worker: {error}")
             return None
