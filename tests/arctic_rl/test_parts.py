@@ -363,7 +363,7 @@ def test_bird_in_a_pool_scores_as_bird_here(pool, database):
 @pytest.mark.slow
 @pytest.mark.parametrize("sql", [UNBOUNDED, CROSS_JOIN, LONG_BUILT_IN], ids=["unbounded", "join", "built-in"])
 def test_a_query_past_its_time_is_stopped_even_in_one_built_in_call(make_pool, database, sql):
-    """The long built-in call never reaches the progress handler: its worker is killed, a second past the limit."""
+    """The long built-in call never reaches the progress handler: its worker is killed, half a second past the limit."""
     pool = make_pool(workers=1, memory_limit_mb=1024)
     settings = {"timeout_s": 2.0, "sqlite_heap_mb": 512}
     [right] = score_all(pool, [(bird_env(database, "SELECT 1", **settings), "SELECT 1")])

@@ -35,7 +35,7 @@ STEP_GRACE_S = 5.0
 """Seconds that a ``step`` may run past its environment's own ``max_step_s`` before its worker is killed: a limit that
 the environment keeps by itself comes first, and the worker's caches outlive it."""
 
-PART_GRACE_S = 1.0
+PART_GRACE_S = 0.5
 """Seconds that a part of a step may run past its own ``time_limit_s`` before its worker is killed."""
 
 _STACK = frozenset({"datasets", "deepspeed", "ray", "skyrl", "torch", "transformers", "vllm"})
