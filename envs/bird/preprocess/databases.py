@@ -119,4 +119,7 @@ def _write_database(run: Run, path: str, content: bytes) -> None:
 def _description_state(folder: str | None) -> list[Any]:
     if folder is None or not os.path.isdir(folder):
         return [folder]
-    return [file_state(str(path)) for path in description_files(Path(folder))]
+    try:
+        return [file_state(str(path)) for path in description_files(Path(folder))]
+    except OSError as error:
+        return [folder, str(error)]

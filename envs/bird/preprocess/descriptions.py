@@ -42,7 +42,12 @@ def read_descriptions(folder: Path | None) -> Descriptions:
     descriptions = Descriptions()
     if folder is None or not folder.is_dir():
         return descriptions
-    for path in description_files(folder):
+    try:
+        paths = description_files(folder)
+    except OSError as error:
+        descriptions.problems.append((folder.name, str(error)))
+        return descriptions
+    for path in paths:
         columns: dict[str, str] = {}
         try:
             for row in _rows(path):

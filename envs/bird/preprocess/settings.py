@@ -44,10 +44,10 @@ class DescribeLimits:
     def __post_init__(self) -> None:
         for name in ("examples", "sample_rows"):
             if getattr(self, name) < 0:
-                raise SettingError(f"{name}={getattr(self, name)} must be 0 or more")
+                raise SettingError(f"--{name}={getattr(self, name)} must be 0 or more")
         for name in ("max_cell_chars", "max_description_chars", "max_row_chars"):
             if getattr(self, name) < 1:
-                raise SettingError(f"{name}={getattr(self, name)} must be 1 or more")
+                raise SettingError(f"--{name}={getattr(self, name)} must be 1 or more")
 
 
 @dataclass(frozen=True)

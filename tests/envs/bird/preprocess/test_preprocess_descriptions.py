@@ -2,6 +2,7 @@
 
 import pytest
 
+from envs.bird.preprocess import descriptions
 from envs.bird.preprocess.descriptions import decode, read_descriptions
 
 HEADER = "original_column_name,column_name,column_description,data_format,value_description\n"
@@ -75,6 +76,14 @@ def test_what_stands_before_the_damage_is_kept(tmp_path):
     found = read(tmp_path, HEADER.encode() + b'a,,good,,\nb,,"bad" quote,,\nc,,lost,,\n')
     assert found.tables["t"] == {"a": "good"}
     assert found.problems == [("T.csv", "line 3: ',' expected after '\"'; what follows is left out")]
+
+
+def test_a_folder_that_cannot_be_listed_is_reported(tmp_path, monkeypatch):
+    def refuse(folder):
+        raise PermissionError(f"no entry: {folder.name}")
+
+    monkeypatch.setattr(descriptions, "description_files", refuse)
+    assert read_descriptions(tmp_path).problems == [(tmp_path.name, f"no entry: {tmp_path.name}")]
 
 
 def test_only_csv_files_are_read(tmp_path):

@@ -347,7 +347,7 @@ def test_nothing_heavy_is_imported_without_a_tokenizer(tmp_path, raw_bird):
         (["--bird_dir", "nowhere"], "error: --bird_dir=nowhere is no folder"),
         (["--bird_dir", "."], "error: looked for train.json in ."),
         (["--sources", "spider"], "error: source spider needs --spider_dir"),
-        (["--bird_dir", ".", "--examples", "-1"], "error: examples=-1 must be 0 or more"),
+        (["--bird_dir", ".", "--examples", "-1"], "error: --examples=-1 must be 0 or more"),
         (["--bird_dir", ".", "--max_tokens", "5"], "go together"),
         (["--bird_dir", "raw", "--relative_to", "raw/train"], "is no folder above the database"),
         (["--bird_dir", "raw", "--max_tokens", "5", "--tokenizer", "raw"], "error: --tokenizer=raw cannot be loaded"),
