@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -40,7 +41,9 @@ def inspect_config(cfg: Any) -> Findings:
     cfg = without_mistyped(cfg)
     imports = import_recipe_modules(cfg)
     ignored = [*without_effect(cfg), *algorithm_without_effect(cfg)]
-    refused = [*mistyped, *imports, *refusals(cfg), *recipe_problems(cfg), *setting_problems(cfg)]
+    refused = [*mistyped, *imports, *refusals(cfg), *recipe_problems(cfg)]
+    named = {_setting(line) for line in refused}
+    refused += [line for line in setting_problems(cfg) if _setting(line) not in named]
     refused += [*model_kind_problems(cfg), *checkpoint_problems(cfg)]
     missing = [*data_problems(cfg), *model_problems(cfg), *_key_problems(cfg), *worker_count_problems(cfg)]
     return Findings(_distinct([*refused, *_skyrl_problems(cfg)]), missing, ignored)
@@ -79,6 +82,11 @@ def _key_for_checks() -> Iterator[None]:
         yield
     finally:
         del os.environ["WANDB_API_KEY"]
+
+
+def _setting(line: str) -> str:
+    """What a line is about."""
+    return re.split("[=:]", line, maxsplit=1)[0]
 
 
 def _distinct(lines: list[str]) -> list[str]:

@@ -78,11 +78,12 @@ def _context_problems(setting: str, config: dict[str, Any], cfg: Any) -> Iterato
 
 
 def _models(cfg: Any) -> list[tuple[str, str]]:
-    """``(setting=path, path)`` of every model that the recipe loads."""
+    """``(setting=path, path)`` of every model that the recipe loads, once where both are the same."""
     trainer = cfg.trainer
     uses_reference = trainer.algorithm.use_kl_loss or trainer.algorithm.use_kl_in_reward
     paths = {role: vars(trainer)[role].model.path for role in (["policy", "ref"] if uses_reference else ["policy"])}
-    return [(f"trainer.{role}.model.path={path}", path) for role, path in paths.items() if path is not None]
+    distinct = {path: role for role, path in reversed(paths.items()) if path is not None}
+    return [(f"trainer.{role}.model.path={path}", path) for path, role in reversed(distinct.items())]
 
 
 def checkpoint_problems(cfg: Any) -> Iterator[str]:

@@ -93,11 +93,12 @@ def _estimator(cfg: Any) -> Iterator[str]:
 
 
 def tokens_of_a_rollout(cfg: Any) -> int:
-    """The longest prompt and response together that a recipe asks for, in tokens."""
+    """The longest input of an engine and response together that a recipe asks for, in tokens."""
     generator = cfg.generator
     sections = ["sampling_params"] + (["eval_sampling_params"] if cfg.trainer.eval_interval > 0 else [])
     response = max(vars(generator)[section].max_generate_length for section in sections)
-    return cfg.trainer.max_prompt_length + response
+    prompt = max(cfg.trainer.max_prompt_length, generator.max_input_length if generator.max_turns > 1 else 0)
+    return prompt + response
 
 
 def _lengths(cfg: Any) -> Iterator[str]:

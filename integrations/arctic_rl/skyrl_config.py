@@ -176,7 +176,8 @@ def _name(argument: str) -> str:
 
 
 def _without_list(message: str) -> str:
-    """SkyRL's message about unknown fields without the long list of known ones, and with SkyRL's name of the class."""
+    """SkyRL's message as one line; about unknown fields, without the long list of known ones."""
+    message = " ".join(message.split())
     if not message.startswith("Invalid fields"):
         return message
     return message.split(" Valid fields are", 1)[0].replace(" for Arctic", " for ")

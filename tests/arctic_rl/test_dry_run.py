@@ -1,0 +1,391 @@
+"""Recipes of many shapes: what they are refused for, and the report of a dry run, without anything being started."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from integrations.arctic_rl.described_placement import described_plan
+from integrations.arctic_rl.dry_run import exit_status, report
+from integrations.arctic_rl.entrypoint import load_config
+from integrations.arctic_rl.errors import ConfigError
+from integrations.arctic_rl.horizon import horizon
+from integrations.arctic_rl.inspection import inspect_config
+from integrations.arctic_rl.skyrl_config import parse_config, parse_what_is_known
+
+ROOT = Path(__file__).parents[2]
+SIZES = [
+    "trainer.train_batch_size=96",
+    "trainer.policy_mini_batch_size=24",
+    "trainer.micro_train_batch_size_per_gpu=4",
+    "trainer.micro_forward_batch_size_per_gpu=8",
+    "generator.n_samples_per_prompt=8",
+]
+
+
+def gpus(nodes, per_node, engines, tensor_parallel=1):
+    """Policy and reference model on all GPUs, and as many for engines."""
+    return [
+        f"trainer.placement.policy_num_nodes={nodes}",
+        f"trainer.placement.policy_num_gpus_per_node={per_node}",
+        f"trainer.placement.ref_num_nodes={nodes}",
+        f"trainer.placement.ref_num_gpus_per_node={per_node}",
+        f"generator.inference_engine.num_engines={engines}",
+        f"generator.inference_engine.tensor_parallel_size={tensor_parallel}",
+    ]
+
+
+def megatron(role="policy", **sizes):
+    return [f"trainer.{role}.megatron_config.{name}={value}" for name, value in sizes.items()]
+
+
+SHAPES = {
+    "plain grpo on one node": (["trainer.policy.model.path=some/model-1b", *SIZES, *gpus(1, 8, 8)], []),
+    "its own loss and reduction": (
+        [
+            *SIZES,
+            *gpus(1, 4, 4),
+            "trainer.algorithm.policy_loss_type=gspo",
+            "trainer.algorithm.loss_reduction=sequence_mean",
+            "trainer.algorithm.use_kl_loss=false",
+        ],
+        [],
+    ),
+    "dapo's family": (
+        [
+            *SIZES,
+            *gpus(2, 8, 4, 4),
+            "trainer.algorithm.policy_loss_type=dual_clip",
+            "trainer.algorithm.eps_clip_high=0.28",
+            "trainer.algorithm.clip_ratio_c=10",
+            "trainer.algorithm.use_kl_loss=false",
+            "trainer.algorithm.dynamic_sampling.type=filter",
+            "generator.apply_overlong_filtering=true",
+            "generator.batched=true",
+            "trainer.algorithm.off_policy_correction.tis_ratio_type=token",
+        ],
+        [],
+    ),
+    "kl in the reward, adaptive": (
+        [
+            *SIZES,
+            *gpus(1, 2, 2),
+            "trainer.algorithm.advantage_estimator=reinforce++",
+            "trainer.algorithm.use_kl_loss=false",
+            "trainer.algorithm.use_kl_in_reward=true",
+            "trainer.algorithm.kl_ctrl.type=adaptive",
+        ],
+        [],
+    ),
+    "engines apart, weights as checkpoint deltas": (
+        [
+            *SIZES,
+            *gpus(1, 4, 2, 2),
+            "trainer.placement.colocate_all=false",
+            "generator.inference_engine.weight_sync_backend=delta",
+            "generator.inference_engine.delta_weight_sync.sync_dir=/shared/deltas",
+        ],
+        [],
+    ),
+    "fsdp2 by its old name, with sequence parallelism": (
+        [
+            *SIZES,
+            *gpus(1, 8, 4, 2),
+            "trainer.strategy=fsdp2",
+            "trainer.policy.sequence_parallel_size=2",
+            "trainer.ref.sequence_parallel_size=2",
+            "trainer.ref.fsdp_config.cpu_offload=true",
+        ],
+        [],
+    ),
+    "a mixture of experts on Megatron": (
+        [
+            *SIZES,
+            *gpus(4, 8, 2, 16),
+            "trainer.strategy=megatron",
+            *megatron(tensor_model_parallel_size=4, pipeline_model_parallel_size=2, expert_model_parallel_size=8),
+            *megatron("ref", tensor_model_parallel_size=4, pipeline_model_parallel_size=2),
+            "trainer.policy.megatron_config.transformer_config_kwargs.num_layers_in_last_pipeline_stage=11",
+            "trainer.policy.megatron_config.optimizer_config_kwargs.optimizer_cpu_offload=true",
+            "trainer.flash_attn=false",
+        ],
+        [],
+    ),
+    "experts balanced by a loss, in fp8": (
+        [
+            *SIZES,
+            *gpus(1, 8, 1, 8),
+            "trainer.strategy=megatron",
+            *megatron(moe_router_load_balancing_type="aux_loss", moe_aux_loss_coeff=0.01, fp8="hybrid"),
+            "generator.inference_engine.engine_init_kwargs.quantization=fp8",
+        ],
+        [
+            "trainer.policy.megatron_config.moe_router_load_balancing_type=aux_loss",
+            "trainer.policy.megatron_config.moe_aux_loss_coeff=0.01",
+            "trainer.policy.megatron_config.fp8=hybrid",
+            "generator.inference_engine.engine_init_kwargs.quantization=fp8",
+        ],
+    ),
+    "heads for speculation": (
+        [*SIZES, *gpus(1, 8, 8), "trainer.strategy=megatron", "trainer.mtp.enabled=true", "trainer.mtp.loss_weight=1"],
+        ["trainer.mtp.enabled=true"],
+    ),
+    "low rank on top of ppo": (
+        [
+            *SIZES,
+            *gpus(1, 4, 4),
+            "trainer.policy.model.path=some/model",
+            "trainer.policy.model.lora.rank=16",
+            "trainer.policy.model.lora.alpha=64",
+            "trainer.algorithm.advantage_estimator=gae",
+            "trainer.critic.model.path=some/model",
+            "trainer.critic.optimizer_config.lr=2e-5",
+            "trainer.critic_mini_batch_size=24",
+        ],
+        ["trainer.policy.model.lora.rank=16", "trainer.critic.model.path=some/model"],
+    ),
+    "served elsewhere": (
+        [
+            *SIZES,
+            "trainer.placement.colocate_all=false",
+            "generator.inference_engine.run_engines_locally=false",
+            "generator.inference_engine.external_proxy_url=http://proxy:8000",
+        ],
+        [
+            "generator.inference_engine.run_engines_locally=false",
+            "generator.inference_engine.external_proxy_url=http://proxy:8000",
+        ],
+    ),
+    "images": (
+        [*SIZES, "generator.vision_language_generator=true"],
+        ["generator.vision_language_generator=true"],
+    ),
+    "rollouts of another precision, experts replayed": (
+        [
+            *SIZES,
+            *gpus(1, 8, 1, 8),
+            "trainer.strategy=megatron",
+            *megatron(moe_enable_routing_replay="true"),
+            "generator.inference_engine.enable_return_routed_experts=true",
+            "generator.inference_engine.distributed_executor_backend=mp",
+            "generator.inference_engine.fp8_weight_sync_mode=blockwise",
+        ],
+        [
+            "trainer.policy.megatron_config.moe_enable_routing_replay=true",
+            "generator.inference_engine.fp8_weight_sync_mode=blockwise",
+            "generator.inference_engine.enable_return_routed_experts=true",
+        ],
+    ),
+    "names as variables left empty": (
+        [*SIZES, "trainer.run_name=", "trainer.resume_mode=null", "generator.sampling_params.temperature=1"],
+        [],
+    ),
+}
+"""Overrides of a recipe, and beginnings of the lines that refuse it."""
+
+
+@pytest.fixture(autouse=True)
+def without_key(monkeypatch):
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+
+
+def inspected(overrides):
+    cfg = parse_config([*overrides, "trainer.arctic_rl.dry_run=true"])
+    return cfg, inspect_config(cfg)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_recipe_is_refused_for_exactly_what_is_not_there(name):
+    overrides, expected = SHAPES[name]
+    cfg, findings = inspected(overrides)
+    assert [line.split(": ")[0] for line in findings.refused] == expected
+    assert exit_status(findings) == (1 if expected else 0)
+    text = report(cfg, findings)
+    for title in ("Not on this machine", "Server", "Placement on the cluster", "Schedule"):
+        assert f"\n\n{title}" in text
+    assert ("\n\nRefused" in text) == bool(expected)
+    assert "cannot be" not in text.split("\n\nServer")[1].split("\n\nSchedule")[0]
+    assert "horizon: floor(prompts / 96) x 1 epoch x 4 optimizer steps a batch" in text
+    assert all(len(line.splitlines()) == 1 for line in [*findings.refused, *findings.missing, *findings.ignored])
+
+
+def test_a_missing_key_and_data_set_are_notes_and_hide_nothing_of_skyrls_checks():
+    _, findings = inspected(["trainer.policy_mini_batch_size=7", "data.train_data=[/nowhere/x.parquet]"])
+    (line,) = findings.refused
+    assert line.startswith("SkyRL's own check: train_batch_size 1024 should be divisible by policy_mini_batch_size 7")
+    assert "data.train_data: /nowhere/x.parquet: no such file" in findings.missing
+    assert any("WANDB_API_KEY" in line for line in findings.missing)
+    assert "WANDB_API_KEY" not in os.environ
+
+
+def test_a_run_ends_with_all_of_it_together(monkeypatch):
+    with pytest.raises(ConfigError) as caught:
+        load_config(
+            [
+                "trainer.policy_mini_batch_size=7",
+                "trainer.algorithm.eps_clip_hgih=1",
+                "trainer.arctic_rl.zero_stge=2",
+                "trainer.epochs=many",
+                "generator.inference_engine.enable_pd=true",
+                "trainer.placement.policy_num_gpus_per_node=8",
+                "generator.inference_engine.num_engines=8",
+                "data.train_data=[/nowhere/x.parquet]",
+            ]
+        )
+    said = str(caught.value)
+    for part in (
+        "did you mean 'trainer.algorithm.eps_clip_high'",
+        "did you mean 'zero_stage'",
+        "trainer.epochs=many is not a whole number",
+        "generator.inference_engine.enable_pd=true",
+        "SkyRL's own check",
+        "/nowhere/x.parquet: no such file",
+        "WANDB_API_KEY",
+        "trainer.arctic_rl.max_cpu_workers=4",
+    ):
+        assert part in said, part
+    assert "Valid fields" not in said
+
+
+def test_the_resolved_config_is_the_servers_and_holds_no_environment(monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "a-secret")
+    cfg, findings = inspected(
+        ["trainer.policy.optimizer_config.lr=3.5e-4", "trainer.arctic_rl.zero_stage=3", "trainer.bf16=false"]
+    )
+    text = report(cfg, findings)
+    server = text.split("\n\nServer\n")[1].split("\n\n")[0]
+    for line in ("backend: builtin", "lr: 0.00035", "zero_stage: 3", "dtype: float32", "max_num_seqs: 1024"):
+        assert f"  {line}" in server
+    assert server.count("lr: 0.00035") == 1, "a reference model has no optimizer"
+    assert "a-secret" not in text and "env_vars" not in text
+    assert not any("WANDB_API_KEY" in line for line in findings.missing)
+
+
+class TestPlacement:
+    def table(self, *overrides):
+        return described_plan(parse_config(list(overrides))).table().splitlines()
+
+    def test_colocated_jobs_start_at_the_first_gpu(self):
+        lines = self.table(*gpus(2, 8, 4, 4))
+        assert [line.split() for line in lines[1:]] == [
+            ["policy", "16", "1", "0-1", "all"],
+            ["ref", "16", "1", "0-1", "all"],
+            ["sampling", "4", "4", "0-1", "all"],
+        ]
+
+    def test_engines_apart_take_the_next_nodes(self):
+        apart = "trainer.placement.colocate_all=false"
+        lines = self.table(*gpus(1, 4, 3, 2), apart)
+        assert [line.split()[3:] for line in lines[1:]] == [
+            ["0", "0-3"],
+            ["0", "0-3"],
+            ["1-2", "from", "0", "to", "1"],
+        ]
+        lines = self.table(*gpus(1, 4, 2, 2), apart, "trainer.placement.colocate_policy_ref=false")
+        assert [line.split()[3:] for line in lines[1:]] == [["0", "0-3"], ["1", "0-3"], ["2", "0-3"]]
+
+    def test_no_reference_model_without_a_kl_term(self):
+        lines = self.table(*gpus(1, 2, 2), "trainer.algorithm.use_kl_loss=false")
+        assert [line.split()[0] for line in lines] == ["job", "policy", "sampling"]
+
+    def test_plans_count_what_skyrl_counts(self):
+        plan = described_plan(parse_config([*gpus(1, 8, 2, 2), "generator.inference_engine.data_parallel_size=2"]))
+        assert (plan.jobs[-1].processes, plan.jobs[-1].gpus_each, plan.nodes) == (2, 4, 1)
+
+
+class TestHorizon:
+    def test_it_is_that_of_skyrls_loader(self):
+        """100 prompts in batches of 24: 4 batches an epoch, the rest is dropped."""
+        sizes = ["trainer.train_batch_size=24", "trainer.policy_mini_batch_size=8"]
+        run = horizon(parse_config([*sizes, "trainer.epochs=3", "trainer.update_epochs_per_batch=2"]))
+        assert run.optimizer_steps(100) == 4 * 3 * 3 * 2
+        assert run.optimizer_steps(23) == 0
+        capped = horizon(parse_config([*sizes, "trainer.epochs=3", "trainer.max_training_steps=5"]))
+        assert capped.optimizer_steps(100) == 5 * 3
+        assert capped.formula() == "min(floor(prompts / 24) x 3 epochs, 5) x 3 optimizer steps a batch"
+
+    def test_a_number_where_data_set_and_tokenizer_are_here(self, tmp_path):
+        sys.path.insert(0, str(ROOT / "tests" / "end_to_end"))
+        try:
+            from recipes import write_inputs
+        finally:
+            sys.path.pop(0)
+        write_inputs(tmp_path, prompts=10)
+        (model,) = {path.parent for path in tmp_path.rglob("config.json")}
+        (data,) = tmp_path.rglob("*.parquet")
+        cfg, findings = inspected(
+            [
+                f"data.train_data=['{data}']",
+                f"trainer.policy.model.path={model}",
+                "trainer.train_batch_size=4",
+                "trainer.policy_mini_batch_size=2",
+                "trainer.epochs=3",
+                "trainer.eval_interval=-1",
+                "trainer.logger=console",
+                "trainer.max_prompt_length=128",
+                "generator.sampling_params.max_generate_length=8",
+                f"trainer.ckpt_path={tmp_path}/ckpt",
+            ]
+        )
+        assert (findings.refused, findings.missing) == ([], [])
+        assert "horizon: 12 optimizer steps" in report(cfg, findings), "2 batches x 3 epochs x 2"
+
+
+def test_a_value_of_another_type_leaves_the_rest_readable():
+    cfg, findings = inspected(["trainer.epochs=many", "trainer.policy.model.path=a/model", "generator.max_turns=two"])
+    assert findings.refused == [
+        "trainer.epochs=many is not a whole number",
+        "generator.max_turns=two is not a whole number",
+    ]
+    assert "horizon: floor(prompts / 1024) x 1 epoch x 4 optimizer steps a batch" in report(cfg, findings)
+
+
+def test_unknown_settings_are_told_beside_the_rest():
+    cfg, problems = parse_what_is_known(["trainer.algorithm.eps=1", "trainer.arctic_rl.x=1", "generator.max_turns=2"])
+    assert cfg.generator.max_turns == 2
+    assert len([line for line in problems if "eps" in line]) == 2 and any("trainer.arctic_rl.x" in p for p in problems)
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        "trainer.epochs=[1",
+        "trainer.policy=3",
+        "generator.inference_engine.delta_weight_sync.max_file_size_in_gb=2",
+        "trainer.seed=${nothing}",
+        "trainer.policy.model.fake_int4_qat.enabled=true",
+    ],
+)
+def test_what_skyrls_parser_cannot_read_is_one_line_and_no_traceback(argument):
+    with pytest.raises(ConfigError) as caught:
+        parse_config([argument])
+    assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("override", "status"), [("trainer.epochs=2", 0), ("generator.vision_language_generator=true", 1)]
+)
+def test_a_dry_run_ends_the_process_with_what_it_found(override, status, capsys):
+    with pytest.raises(SystemExit) as caught:
+        load_config([override, "trainer.arctic_rl.dry_run=true"])
+    assert caught.value.code == status
+    assert "Dry run, nothing was started" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_command_prints_a_report_and_starts_nothing(tmp_path):
+    overrides = ["trainer.policy.inference_only_init=true", "trainer.arctic_rl.dry_run=true"]
+    entry = "trainer.override_entrypoint=integrations.arctic_rl.entrypoint"
+    result = subprocess.run(
+        [sys.executable, "-m", "skyrl.train.entrypoints.main_base", *overrides, entry],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 1, result.stderr[-2000:]
+    assert "- trainer.policy.inference_only_init=true: this backend trains; write false" in result.stdout
+    assert "Traceback" not in result.stderr
+    assert list(tmp_path.iterdir()) == []
