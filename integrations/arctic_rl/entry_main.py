@@ -12,7 +12,7 @@ from .entry_module import ENTRY_SHAPE, search_path
 from .entry_task import run_entry
 from .entrypoint import await_task, cancel_task, check_config, check_placement, cleaned_up, initialize_ray
 from .errors import UnsupportedError
-from .registered_names import stand_ins
+from .registered_names import stand_ins, unregistered
 
 
 class EntryMain:
@@ -108,8 +108,15 @@ class EntryMain:
         if self._checking:
             self._validate_cfg(cfg)
             return
+        from loguru import logger
+
         self._require_settings(cfg)
         self._checking = True
+        unknown = unregistered(cfg)
+        if unknown:
+            logger.info(
+                f"{', '.join(unknown)}: not registered yet, the task checks them once the recipe has done that"
+            )
         try:
             with stand_ins(cfg):
                 check_config(cfg, self._unknown)

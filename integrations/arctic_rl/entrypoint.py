@@ -167,7 +167,7 @@ def initialize_ray(cfg: Any, run_id: str, extra_env_vars: Mapping[str, str] = Ma
 
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
     Path(cfg.trainer.log_path).mkdir(parents=True, exist_ok=True)
-    env_vars = runtime_env_vars(cfg, run_id) | dict(extra_env_vars)
+    env_vars = runtime_env_vars(cfg, run_id, extra_env_vars)
     if not ray.is_initialized():
         ray.init(runtime_env={"env_vars": env_vars}, log_to_driver=True, include_dashboard=False)
     sync_registries()

@@ -96,8 +96,12 @@ def refuse_own_engines(cls: type) -> None:
         logger.warning(f"{method} has no effect: the backend places its own workers")
 
 
-def refuse_trainer(cls: type) -> None:
+def refuse_trainer(cls: type, cfg: Any) -> None:
     """Refuse a trainer class that this backend cannot serve.
+
+    Args:
+        cls: the recipe's class.
+        cfg: the experiment's config.
 
     Raises:
         UnsupportedError: naming the class, and what to write.
@@ -112,6 +116,12 @@ def refuse_trainer(cls: type) -> None:
         raise UnsupportedError(
             f"{method} starts training workers of its own, which this backend does not have: leave it out, and "
             "compute in the trainer, or in a policy loss registered with SkyRL"
+        )
+    method = recipe_method(cls, "update_ref_with_policy", RayPPOTrainer)
+    if method is not None and cfg.trainer.update_ref_every_epoch:
+        raise UnsupportedError(
+            f"{method} would not be called, since this backend updates the reference model itself: write "
+            "trainer.update_ref_every_epoch=false, or leave it out"
         )
 
 
@@ -181,7 +191,7 @@ def composed_experiments(entry_module: str, run_id: str, env_vars: dict[str, str
                 f"the remote function builds a {cls.__name__} by itself: return it from get_trainer of a BasePPOExp "
                 "subclass, and run() that"
             )
-        refuse_trainer(cls)
+        refuse_trainer(cls, built[0].cfg)
         return object.__new__(cls)
 
     setup_trainer = BasePPOExp._setup_trainer

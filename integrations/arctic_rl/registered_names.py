@@ -15,7 +15,7 @@ STAND_INS = {
 
 
 def unregistered(cfg: Any) -> list[str]:
-    """Which settings of ``STAND_INS`` hold a name that is not registered in this process."""
+    """Which settings of ``STAND_INS`` hold a name that is not registered in this process, as ``setting=name``."""
     import skyrl_gym
     from skyrl.backends.skyrl_train.utils.ppo_utils import (
         AdvantageEstimatorRegistry,
@@ -29,13 +29,14 @@ def unregistered(cfg: Any) -> list[str]:
         "trainer.algorithm.advantage_estimator": AdvantageEstimatorRegistry.list_available(),
         "environment.env_class": skyrl_gym.envs.registration.registry,
     }
-    return [setting for setting, names in known.items() if vars(_section(cfg, setting))[_field(setting)] not in names]
+    values = {setting: vars(_section(cfg, setting))[_field(setting)] for setting in known}
+    return [f"{setting}={value}" for setting, value in values.items() if value not in known[setting]]
 
 
 @contextlib.contextmanager
 def stand_ins(cfg: Any) -> Iterator[None]:
     """Meanwhile, unregistered names in a config are those of ``STAND_INS``; the task checks the names themselves."""
-    replaced = {setting: vars(_section(cfg, setting))[_field(setting)] for setting in unregistered(cfg)}
+    replaced = dict(line.split("=", 1) for line in unregistered(cfg))
     for setting in replaced:
         setattr(_section(cfg, setting), _field(setting), STAND_INS[setting])
     try:

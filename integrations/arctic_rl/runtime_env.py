@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import os
 import re
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from .errors import UnsupportedError
@@ -19,7 +21,7 @@ NEVER_FORWARDED = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_
 _EXPANDED_BY_RAY = re.compile(r"\$(\w+|\{[^}]*\})")
 
 
-def runtime_env_vars(cfg: Any, run_id: str) -> dict[str, str]:
+def runtime_env_vars(cfg: Any, run_id: str, extra: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
     """What SkyRL forwards, ``WANDB_*`` and ``ARCTIC_*`` variables, and the run's id; never a GPU mask.
 
     SkyRL's own function asks the cluster for two GPUs when a recipe uses several, to probe peer access, and waits for
@@ -28,6 +30,7 @@ def runtime_env_vars(cfg: Any, run_id: str) -> dict[str, str]:
     Args:
         cfg: the validated SkyRL config.
         run_id: the run's id.
+        extra: more variables; they win.
 
     Raises:
         UnsupportedError: for a value that Ray would rewrite: it expands ``$NAME`` in environment variables.
@@ -42,6 +45,7 @@ def runtime_env_vars(cfg: Any, run_id: str) -> dict[str, str]:
     for name in (*PROBE_RESULTS, *NEVER_FORWARDED):
         env_vars.pop(name, None)
     env_vars.update({k: v for k, v in os.environ.items() if k.startswith(FORWARDED_PREFIXES) or k in OWN_FORWARDED})
+    env_vars.update(extra)
     rewritten = [name for name, value in env_vars.items() if _EXPANDED_BY_RAY.search(value)]
     if rewritten:
         raise UnsupportedError(

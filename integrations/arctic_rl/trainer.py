@@ -13,6 +13,7 @@ from .backends.base import RemoteBackend
 from .backends.loop_thread import LoopThread
 from .dispatch import ArcticDispatch
 from .equal_rewards import EqualRewardsMixin
+from .served_model import ServedModel
 from .server.schedule import warmup_steps
 from .server_config import optimizer_spec
 from .unjudged import JudgedBaselineMixin
@@ -56,8 +57,8 @@ class ArcticTrainerMixin(JudgedBaselineMixin, EqualRewardsMixin):
             inference_client=self.inference_engine_client,
         )
         uses_reference = trainer.algorithm.use_kl_loss or trainer.algorithm.use_kl_in_reward
-        self.policy_model = self.dispatch
-        self.ref_model = self.dispatch if uses_reference else None
+        self.policy_model = ServedModel("policy_model")
+        self.ref_model = ServedModel("ref_model") if uses_reference else None
         logger.info("the Arctic RL backend's workers are up")
 
     def update_ref_with_policy(self) -> None:

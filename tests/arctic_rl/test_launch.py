@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import copy
 import importlib
 import os
 import random
@@ -30,8 +31,10 @@ from integrations.arctic_rl.entry_module import choose_entry, load_module, requi
 from integrations.arctic_rl.errors import ArcticError, ConfigError, UnsupportedError
 from integrations.arctic_rl.experiment import ArcticExpMixin
 from integrations.arctic_rl.launched_experiment import composed_experiments
-from integrations.arctic_rl.registered_names import stand_ins
+from integrations.arctic_rl.registered_names import stand_ins, unregistered
+from integrations.arctic_rl.runtime_env import runtime_env_vars
 from integrations.arctic_rl.scoring import EnvPool, ScoringConfig
+from integrations.arctic_rl.served_model import ServedModel
 from integrations.arctic_rl.skyrl_config import has_arctic_settings, parse_config
 from tests.arctic_rl.in_process_backend import InProcessBackend
 
@@ -204,6 +207,11 @@ class TestFinding:
         code = f"import {name}, helper_of_mine"
         subprocess.run([sys.executable, "-c", code], cwd="/", env={**os.environ, "PYTHONPATH": path}, check=True)
 
+    def test_a_folder_that_ray_would_rename_is_refused(self, cfg):
+        with pytest.raises(UnsupportedError, match="PYTHONPATH"):
+            runtime_env_vars(cfg, "x", {"PYTHONPATH": "/recipes/$HOME"})
+        assert runtime_env_vars(cfg, "x", {"PYTHONPATH": "/recipes"})["PYTHONPATH"] == "/recipes"
+
     def test_a_module_of_a_package(self, tmp_path, monkeypatch):
         (tmp_path / "recipes_of_mine" / "deep").mkdir(parents=True)
         (tmp_path / "recipes_of_mine" / "deep" / "entry.py").write_text(ENTRY + MAIN)
@@ -342,6 +350,7 @@ def main():
     ):
         monkeypatch.setattr(ray, "is_initialized", lambda: True)
         monkeypatch.setattr(entry_main, "stand_ins", contextlib.nullcontext)
+        monkeypatch.setattr(entry_main, "unregistered", lambda cfg: [])
         monkeypatch.setattr(entry_main, "await_task", lambda task: None)
         run(write_module(ENTRY + MAIN))
         assert in_process.options[0]["runtime_env"] == {"env_vars": {"ARCTIC_X": "1"}}
@@ -354,12 +363,24 @@ def main():
 
         monkeypatch.setattr(ray, "is_initialized", lambda: True)
         monkeypatch.setattr(entry_main, "stand_ins", contextlib.nullcontext)
+        monkeypatch.setattr(entry_main, "unregistered", lambda cfg: [])
         monkeypatch.setattr(entry_main, "await_task", fail)
         name = write_module(
             ENTRY + MAIN.replace("ray.get(skyrl_entrypoint.remote(cfg))", "skyrl_entrypoint.remote(cfg)")
         )
         with pytest.raises(ArcticError, match="the run failed"):
             run(name)
+
+    def test_an_interrupt_cancels_the_task(self, write_module, in_process, accepted, monkeypatch):
+        cancelled = []
+        monkeypatch.setattr(ray, "is_initialized", lambda: True)
+        monkeypatch.setattr(entry_main, "stand_ins", contextlib.nullcontext)
+        monkeypatch.setattr(entry_main, "unregistered", lambda cfg: [])
+        monkeypatch.setattr(entry_main, "cancel_task", cancelled.append)
+        name = write_module(ENTRY + MAIN + "    raise KeyboardInterrupt\n")
+        with pytest.raises(ArcticError, match="interrupted"):
+            run(name)
+        assert len(cancelled) == 1 and len(sys.modules[name].SEEN) == 1
 
     def test_skyrls_own_entry_module(self, in_process, accepted, monkeypatch):
         built = []
@@ -375,7 +396,9 @@ def main():
             algorithm = cfg.trainer.algorithm
             return algorithm.policy_loss_type, algorithm.advantage_estimator, cfg.environment.env_class
 
+        assert unregistered(cfg) == ["trainer.algorithm.policy_loss_type=mine", "environment.env_class=mine"]
         with stand_ins(cfg):
+            assert unregistered(cfg) == []
             assert names() == ("regular", "rloo", "gsm8k")
         assert names() == ("mine", "rloo", "mine")
 
@@ -406,6 +429,13 @@ def test_replacements_reach_every_holder_and_are_taken_back(monkeypatch):
         assert (skyrl_utils.some_function(), main_base.same_function(), holder.added) == (2, 2, 3)
     assert skyrl_utils.some_function is first and main_base.same_function is first
     assert not hasattr(holder, "added")
+
+
+def test_a_model_that_the_backend_serves():
+    model = ServedModel("policy_model")
+    with pytest.raises(UnsupportedError, match=r"policy_model for async_run_ray_method.*dispatch"):
+        model.async_run_ray_method("pass_through", "empty_cache")
+    assert isinstance(copy.deepcopy(model), ServedModel)
 
 
 def test_leaves_of_nested_mappings():
@@ -491,6 +521,12 @@ class TestComposing:
                 FullyAsyncRayPPOTrainer(cfg)
             with pytest.raises(UnsupportedError, match=r"OwnWorkers\.build_models starts training workers"):
                 builds(cfg)
+            own = type("OwnReference", (RayPPOTrainer,), {"update_ref_with_policy": lambda self: None})
+            with pytest.raises(TypeError, match="tracker"):
+                own(cfg)
+            cfg.trainer.update_ref_every_epoch = True
+            with pytest.raises(UnsupportedError, match=r"OwnReference\.update_ref_with_policy would not be called"):
+                own(cfg)
         with pytest.raises(TypeError, match="tracker"):
             RayPPOTrainer(cfg)
 
