@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from .batched import BatchedRequest, BatchedRow, batched_output, gather_rows, run_row
+from .errors import UnsupportedError
+from .one_message import OneMessageMixin
 from .scoring import (
     EnvPool,
     ScoringClosed,
@@ -132,7 +134,7 @@ def _inherited_no_ops() -> frozenset[Callable[..., Any]]:
     return frozenset({BaseTextEnv.init, BaseTextEnv.close, Env.close})
 
 
-class ArcticGeneratorMixin:
+class ArcticGeneratorMixin(OneMessageMixin):
     """Sends a gym generator's environment calls to an ``EnvPool``; composes with any ``SkyRLGymGenerator`` subclass.
 
     Replaces ``_run_in_executor_if_available`` for ``init``, ``step`` and ``close`` of skyrl-gym environments, so the
@@ -163,6 +165,10 @@ class ArcticGeneratorMixin:
 
     With ``generator.batched=true`` each row is a request of its own, with the row's session id, and is scored as soon
     as its response is there; a recipe's own ``generate_batched`` is left as it is.
+
+    What ends a run with ``UnsupportedError``, because SkyRL's agent loop has no way on: a prompt that is longer than
+    ``generator.max_input_length`` before its first turn, and a step's ``postprocessed_action`` where log-probs of
+    rollouts are kept, which would be those of other tokens.
 
     Adds to ``rollout_metrics``, all of this ``generate`` call:
         generate/scoring_busy_s: seconds spent running environment calls, summed over workers.
@@ -206,6 +212,8 @@ class ArcticGeneratorMixin:
         env = getattr(func, "__self__", None)
         if not isinstance(env, Env) or func.__name__ not in _ENV_METHODS:
             return await super()._run_in_executor_if_available(func, *args, **kwargs)
+        if func.__name__ == "close":
+            self._check_turns(env)
         if func.__func__ in _inherited_no_ops():
             return func(*args, **kwargs)
         with self._overlap_clock.scoring():
@@ -226,11 +234,27 @@ class ArcticGeneratorMixin:
         else:
             if method != "step":
                 return result
+            self._check_action(env, result)
             outcome, text = _why(result)
             if outcome == _SCORER_FAILED:
                 self._count_scorer_failure(env, method, text, None)
         self._note_verdict(env, result)
         return result
+
+    def _check_turns(self, env: Any) -> None:
+        if _steps_judged.get() == [] and not self._recipe_overrides("agent_loop"):
+            raise UnsupportedError(
+                f"a prompt of {type(env).__qualname__} is longer than generator.max_input_length="
+                f"{self.generator_cfg.max_input_length} tokens with what its init and generator.chat_template_kwargs "
+                "add, so that there is no turn to train on: raise that, or lower trainer.max_prompt_length"
+            )
+
+    def _check_action(self, env: Any, result: dict[str, Any]) -> None:
+        if result.get("postprocessed_action") is not None and self.generator_cfg.sampling_params.logprobs is not None:
+            raise UnsupportedError(
+                f"{type(env).__qualname__}.step() returned a postprocessed_action, whose tokens the model did not "
+                "sample and have no log-probs: return None, or write generator.sampling_params.logprobs=null"
+            )
 
     def _failed_step(self, env: Any, error: Exception, action: str, **kwargs: Any) -> dict[str, Any]:
         if isinstance(error, (ScoringTimeout, ScoringMemoryExceeded)):
@@ -298,7 +322,7 @@ class ArcticGeneratorMixin:
         training_phase: str = "train",
     ) -> Any:
         """SkyRL's batched generation, each row scored while others are generated; see the class."""
-        if self._recipe_overrides_batched():
+        if self._recipe_overrides("generate_batched"):
             return await self._recipes_batched(
                 prompts,
                 env_classes,
@@ -350,11 +374,11 @@ class ArcticGeneratorMixin:
             return [f"row_{row}" for row in range(rows)]
         return [f"{trajectory_id.instance_id}_{trajectory_id.repetition_id}" for trajectory_id in ids]
 
-    def _recipe_overrides_batched(self) -> bool:
-        """Whether a class between this mixin and SkyRL's own generator defines ``generate_batched``."""
+    def _recipe_overrides(self, name: str) -> bool:
+        """Whether a class between this mixin and SkyRL's own generator defines the method."""
         order = type(self).__mro__
-        behind = order[order.index(ArcticGeneratorMixin) + 1 :]
-        owner = next(cls for cls in behind if "generate_batched" in vars(cls))
+        behind = order[order.index(OneMessageMixin) + 1 :]
+        owner = next(cls for cls in behind if name in vars(cls))
         return owner.__module__ != "skyrl.train.generators.skyrl_gym_generator"
 
     async def _recipes_batched(self, *args: Any, **kwargs: Any) -> Any:
