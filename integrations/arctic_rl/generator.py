@@ -27,6 +27,7 @@ from .scoring import (
     ScoringStartUpError,
     ScoringTimeout,
 )
+from .step_wise import StepWiseMixin
 from .unjudged import UnjudgedMask, fill_unjudged_rewards
 
 logger = logging.getLogger(__name__)
@@ -134,7 +135,7 @@ def _inherited_no_ops() -> frozenset[Callable[..., Any]]:
     return frozenset({BaseTextEnv.init, BaseTextEnv.close, Env.close})
 
 
-class ArcticGeneratorMixin(OneMessageMixin):
+class ArcticGeneratorMixin(OneMessageMixin, StepWiseMixin):
     """Sends a gym generator's environment calls to an ``EnvPool``; composes with any ``SkyRLGymGenerator`` subclass.
 
     Replaces ``_run_in_executor_if_available`` for ``init``, ``step`` and ``close`` of skyrl-gym environments, so the

@@ -172,6 +172,7 @@ VARIANTS = {
     "step-wise, short": {"step_wise_trajectories": True, "max_input_length": 110},
 }
 ONE_MESSAGE = {name for name in VARIANTS if name.startswith("one message")}
+EQUAL = [name for name in VARIANTS if name not in ONE_MESSAGE and name != "step-wise, short"]
 
 
 def test_the_variants_reach_what_they_are_named_after(make, tokenizer):
@@ -206,12 +207,31 @@ def without_times(output):
     return {name: value for name, value in output.items() if "time" not in name} | {"rollout_metrics": metrics}
 
 
-@pytest.mark.parametrize("name", [name for name in VARIANTS if name not in ONE_MESSAGE])
+@pytest.mark.parametrize("name", EQUAL)
 def test_output_equals_that_of_skyrls_own_generator(make, name):
     (plain, _), (ours, _) = make(False, **VARIANTS[name]), make(True, **VARIANTS[name])
     expected, actual = run(plain, EXTRAS), run(ours, EXTRAS)
     assert list(actual) == list(expected)
     assert without_times(actual) == without_times(expected)
+
+
+def test_step_wise_turns_past_the_limit_are_left_out_and_all_others_equal_skyrls(make):
+    limit = VARIANTS["step-wise, short"]["max_input_length"]
+    (plain, _), (ours, _) = (make(kind, **VARIANTS["step-wise, short"]) for kind in (False, True))
+    expected, actual = run(plain, EXTRAS), run(ours, EXTRAS)
+    kept, ended = [], set()
+    for row, (trajectory_id, prompt) in enumerate(
+        zip(expected["trajectory_ids"], expected["prompt_token_ids"], strict=True)
+    ):
+        if len(prompt) > limit:
+            ended.add(session(trajectory_id))
+        elif session(trajectory_id) not in ended:
+            kept.append(row)
+    assert 0 < len(kept) < len(expected["prompt_token_ids"])
+    for key in ("prompt_token_ids", "response_ids", "rewards", "loss_masks", "rollout_logprobs", "trajectory_ids"):
+        assert actual[key] == [expected[key][row] for row in kept], key
+    ids = [session(trajectory_id) for trajectory_id in actual["trajectory_ids"]]
+    assert actual["is_last_step"] == [own != after for own, after in zip(ids, [*ids[1:], None], strict=True)]
 
 
 @pytest.mark.parametrize("name", ONE_MESSAGE)
