@@ -1,7 +1,9 @@
 """SkyRL's config classes with our settings added; importing this costs SkyRL's own config import."""
 
+import difflib
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
+from importlib.metadata import version
 from typing import Any
 
 from omegaconf.errors import OmegaConfBaseException
@@ -13,7 +15,7 @@ from skyrl_arctic_rl.envs.bird.multi_turn_config import BirdMultiTurnConfig
 from skyrl_arctic_rl.envs.bird.sections import SECTIONS
 from yaml import YAMLError
 
-from .config import PREFIX, ArcticRLConfig, check_setting_names, nearest
+from .config import PREFIX, ArcticRLConfig, check_setting_names
 from .errors import ConfigError
 from .support.leaves import leaves
 
@@ -21,6 +23,7 @@ SKYRL_DATALOADER_WORKERS = 8
 """What SkyRL makes of an unset ``data.dataloader.num_workers``; each of them would import the whole stack."""
 
 OVERRIDE_KEY = "trainer.override_entrypoint="
+GYM_PREFIX = "environment.skyrl_gym"
 
 
 @dataclass
@@ -127,7 +130,7 @@ def parse_config(
     except ConfigError:
         raise
     except BirdSettingError as error:
-        raise ConfigError(f"environment.skyrl_gym: {error}") from error
+        raise ConfigError(f"{GYM_PREFIX}.{error}") from error
     except ValueError as error:
         raise ConfigError(
             f"{_without_list(str(error))}{_nearest_hint(str(error), overrides, config_class)}"
@@ -147,28 +150,40 @@ def parse_what_is_known(
     config_class: type[SkyRLTrainConfig] | None = None,
     build: Callable[[type[SkyRLTrainConfig], list[str]], SkyRLTrainConfig] | None = None,
 ) -> tuple[SkyRLTrainConfig, list[str]]:
-    """``parse_config`` without the settings whose names are unknown, and what stands against those.
+    """``parse_config`` without settings of ours that are refused and names that are unknown, and what stands against
+    those.
 
     So that what else is wrong with a recipe can be said at once.
 
     Raises:
         ConfigError: see ``parse_config``, where it is not about names.
     """
-    problems = []
+    problems: list[str] = []
+    full_class = ArcticSkyRLTrainConfig if config_class is None else with_arctic_settings(config_class)
+    known = leaf_names(full_class) | {OVERRIDE_KEY.rstrip("=")}
     while True:
         try:
             return parse_config(arguments, config_class, build), problems
         except ConfigError as error:
-            full_class = ArcticSkyRLTrainConfig if config_class is None else with_arctic_settings(config_class)
-            known = leaf_names(full_class) | {OVERRIDE_KEY.rstrip("=")}
-            ours = f"{PREFIX}."
-            rest = [argument for argument in arguments if not _first_unknown(_name(argument), known)]
-            if any(_name(argument).startswith(ours) and argument not in rest for argument in arguments):
-                rest = [argument for argument in arguments if argument in rest or not _name(argument).startswith(ours)]
+            rest = _without_culprits(arguments, str(error), known)
             if len(rest) == len(arguments):
                 raise
             problems += str(error).splitlines()
             arguments = rest
+
+
+def _without_culprits(arguments: list[str], message: str, known: set[str]) -> list[str]:
+    """The arguments without those that a message of ``parse_config`` can be about; never without ``dry_run``."""
+    kept = f"{PREFIX}.dry_run"
+    if message.startswith(f"{PREFIX}."):
+        return [
+            argument
+            for argument in arguments
+            if not _name(argument).startswith(f"{PREFIX}.") or _name(argument) == kept
+        ]
+    if message.startswith(GYM_PREFIX):
+        return [argument for argument in arguments if not _name(argument).startswith(GYM_PREFIX)]
+    return [argument for argument in arguments if not _first_unknown(_name(argument), known)]
 
 
 def _name(argument: str) -> str:
@@ -188,7 +203,23 @@ def _nearest_hint(message: str, overrides: list[str], config_class: type) -> str
         return ""
     known = leaf_names(config_class)
     unknown = [name for name in map(_name, overrides) if _first_unknown(name, known)]
-    return "".join(f"\n{name}: {nearest(name, known)}" for name in unknown)
+    return "".join(f"\n{name}: {_nearest_setting(name, known)}" for name in unknown)
+
+
+def _nearest_setting(name: str, known: set[str]) -> str:
+    """The setting that was meant: one of the same section with a name like it, or one of such a name anywhere."""
+    section, _, last = name.rpartition(".")
+    siblings = [leaf for leaf in known if leaf.rpartition(".")[0] == section]
+    for leaves_, cutoff in ((siblings, 0.6), (known, 0.8)):
+        close = difflib.get_close_matches(last, {leaf.rpartition(".")[2] for leaf in leaves_}, n=1, cutoff=cutoff)
+        if close:
+            meant = [leaf for leaf in leaves_ if leaf.rpartition(".")[2] == close[0]]
+            return f"did you mean {max(meant, key=lambda leaf: _likeness(leaf, name))!r}?"
+    return f"SkyRL {version('skyrl')} has no such setting"
+
+
+def _likeness(leaf: str, name: str) -> tuple[float, str]:
+    return difflib.SequenceMatcher(None, leaf, name).ratio(), leaf
 
 
 def _first_unknown(name: str, known: set[str]) -> bool:

@@ -19,7 +19,19 @@ _ALSO_NULL = ("trainer.project_name", "trainer.run_name")
 def type_problems(cfg: Any) -> list[str]:
     """Every setting whose value is of another type than its own, a line each."""
     leaves = skyrl_leaves()
-    return [f"{name}={shown(value_of(cfg, name))} is not {describe(leaves[name].hint)}" for name in _mistyped(cfg)]
+    lines = [f"{name}={shown(value_of(cfg, name))} is not {describe(leaves[name].hint)}" for name in _mistyped(cfg)]
+    return lines + [line for name in leaves for line in _glued_keys(name, value_of(cfg, name))]
+
+
+def _glued_keys(name: str, value: Any) -> list[str]:
+    """``{key:value}`` without a space is one key to YAML, and whoever reads the mapping sees nothing of it."""
+    if not isinstance(value, dict):
+        return []
+    return [
+        f"{name}={{{key}}}: read as one name without a value; write {name}.{key.replace(':', '=', 1)}"
+        for key, item in value.items()
+        if item is None and ":" in str(key)
+    ]
 
 
 def without_mistyped(cfg: Any) -> Any:

@@ -92,7 +92,7 @@ def test_an_unknown_setting_is_refused_with_the_nearest():
 )
 def test_a_value_out_of_range_is_one_clear_line(bad):
     name, value = bad.split("=")
-    with pytest.raises(ConfigError, match=rf"^environment\.skyrl_gym: bird\.{name}=.*{re.escape(value[-3:])}"):
+    with pytest.raises(ConfigError, match=rf"^environment\.skyrl_gym\.bird\.{name}=.*{re.escape(value[-3:])}"):
         parse_config([f"environment.skyrl_gym.bird.{bad}"])
 
 

@@ -4,14 +4,18 @@ import dataclasses
 import json
 import os
 import pickle
+import sys
 
 import pytest
+from skyrl.backends.skyrl_train.utils.ppo_utils import AdvantageEstimatorRegistry
 from skyrl.train.config.config import AlgorithmConfig, make_config
 from skyrl.train.utils import validate_cfg
+from skyrl_gym.envs.registration import registry
 
 from integrations.arctic_rl.checks import setting_problems
 from integrations.arctic_rl.entrypoint import load_config
 from integrations.arctic_rl.errors import ConfigError, UnsupportedError
+from integrations.arctic_rl.inspection import inspect_config
 from integrations.arctic_rl.loss_config import actor_config
 from integrations.arctic_rl.preflight import checkpoint_problems, data_problems, model_kind_problems, model_problems
 from integrations.arctic_rl.runtime_env import runtime_env_vars
@@ -70,8 +74,6 @@ REFUSED = {
     "trainer.policy.model_config_kwargs": "{a: 1}",
     "trainer.ref.language_model_only": "true",
     "trainer.mtp.enabled": "true",
-    "generator.max_turns": "3",
-    "generator.step_wise_trajectories": "true",
     "generator.vision_language_generator": "true",
     "generator.sampling_params.repetition_penalty": "1.1",
     "generator.inference_engine.enable_return_routed_experts": "true",
@@ -98,7 +100,11 @@ class TestRefusals:
         assert ";" in lines[0]
 
     def test_all_are_reported_at_once(self):
-        cfg = parse("trainer.policy.model.lora.rank=8", "generator.max_turns=3", "trainer.hf_save_interval=5")
+        cfg = parse(
+            "trainer.policy.model.lora.rank=8",
+            "generator.vision_language_generator=true",
+            "trainer.hf_save_interval=5",
+        )
         assert len(refusals(cfg)) == 3
 
     def test_what_has_no_effect_is_said_not_refused(self):
@@ -211,6 +217,78 @@ class TestChecks:
     def test_no_check_of_skyrls_ends_in_a_traceback(self, override):
         with pytest.raises(ConfigError, match=r"SkyRL's own check: .+"):
             load_config([*BASE, override])
+
+
+FOUND = {
+    "trainer.train_batch_size=abc": "trainer.train_batch_size=abc is not a whole number",
+    "trainer.logger=[console]": "trainer.logger=['console'] is not a text",
+    "generator.sampling_params.stop=</sql>": "is not a list of a text or null",
+    "trainer.flash_attn=1": "trainer.flash_attn=1 is not true or false",
+    "generator.chat_template_kwargs={effort:low}": "write generator.chat_template_kwargs.effort=low",
+    "trainer.strategy=deepspeed": "write one of fsdp, fsdp2, megatron",
+    "environment.env_class=birdd": "did you mean 'bird'?",
+    "environment.env_class=geometry3k": "trainer.arctic_rl.env_modules",
+    "trainer.arctic_rl.env_modules=[no_such_module]": "'no_such_module' cannot be imported",
+    "trainer.arctic_rl.processor_modules=[no_such_module]": "'no_such_module' cannot be imported",
+    "trainer.algorithm.advantage_estimator=gae": "it needs a critic",
+    "generator.inference_engine.engine_init_kwargs.max_model_len=1000": "write at least 1536",
+    "trainer.policy.model.lora.alpha=3": "trainer.policy.model.path=null",
+    "trainer.micro_train_batch_size_per_gpu=0": "trainer.micro_train_batch_size_per_gpu=0 must be a whole number",
+    "generator.eval_n_samples_per_prompt=0": "generator.eval_n_samples_per_prompt=0 must be a whole number",
+    "trainer.algorithm.policy_loss_type=mine": "'mine' is not registered",
+}
+
+
+class TestInspection:
+    def test_skyrls_defaults_are_not_refused(self):
+        assert inspect_config(parse()).refused == []
+
+    @pytest.mark.parametrize("override", FOUND)
+    def test_each_is_found_before_anything_starts(self, override):
+        lines = inspect_config(parse(override)).refused
+        assert any(FOUND[override] in line for line in lines), lines
+        assert all("\n" not in line for line in lines)
+
+    def test_one_setting_is_told_once(self):
+        setting = "generator.inference_engine.engine_init_kwargs.generation_config"
+        assert len(inspect_config(parse(f"{setting}=auto")).refused) == 1
+
+    def test_lists_and_whole_numbers_fit_where_skyrl_takes_them(self):
+        cfg = parse(
+            "trainer.policy.model.lora.target_modules=[q_proj]",
+            "trainer.policy.model.path=a/model",
+            "trainer.policy.optimizer_config.lr=1",
+            "trainer.run_name=",
+            "generator.eval_sampling_params.temperature=0",
+        )
+        assert inspect_config(cfg).refused == []
+
+    def test_a_module_of_the_recipe_registers_before_names_are_checked(self, tmp_path, monkeypatch):
+        (tmp_path / "my_names.py").write_text(
+            "from skyrl.backends.skyrl_train.utils.ppo_utils import register_advantage_estimator\n"
+            "from skyrl_gym.envs.registration import register, registry\n"
+            "@register_advantage_estimator('of_my_own')\n"
+            "def estimate(**kwargs): ...\n"
+            "if 'env_of_my_own' not in registry: register(id='env_of_my_own', entry_point='my_names:Env')\n"
+        )
+        monkeypatch.syspath_prepend(tmp_path)
+        names = ["trainer.algorithm.advantage_estimator=of_my_own", "environment.env_class=env_of_my_own"]
+        assert len(inspect_config(parse(*names)).refused) == 3, "both names, and SkyRL's own check"
+        try:
+            assert inspect_config(parse(*names, "trainer.arctic_rl.env_modules=[my_names]")).refused == []
+        finally:
+            AdvantageEstimatorRegistry.unregister("of_my_own")
+            registry.pop("env_of_my_own")
+            del sys.modules["my_names"]
+
+    def test_a_model_that_cannot_be_served(self, tmp_path):
+        config = {"vision_config": {}, "text_config": {"max_position_embeddings": 600}}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        lines = inspect_config(parse(f"trainer.policy.model.path={tmp_path}")).refused
+        assert len(lines) == 2 and "multimodal" in lines[0] and "600 tokens" in lines[1]
+        config = {"max_position_embeddings": 600, "rope_parameters": {"rope_type": "yarn", "factor": 4.0}}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        assert inspect_config(parse(f"trainer.policy.model.path={tmp_path}")).refused == []
 
 
 ODD = {
