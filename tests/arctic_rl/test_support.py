@@ -5,6 +5,7 @@ import copy
 import dataclasses
 import importlib
 import inspect
+import re
 import textwrap
 import types
 from pathlib import Path
@@ -186,14 +187,51 @@ class TestRefused:
         cfg = parse_config(
             [
                 *BASE,
-                "generator.max_turns=3",
+                "generator.vision_language_generator=true",
                 "trainer.policy.model.lora.rank=8",
                 "trainer.policy.model.path=a/model",
                 "trainer.hf_save_interval=5",
             ]
         )
         names = [line.split("=")[0] for line in refusals(cfg)]
-        assert names == ["trainer.policy.model.lora.rank", "trainer.hf_save_interval", "generator.max_turns"]
+        assert names == [
+            "trainer.policy.model.lora.rank",
+            "trainer.hf_save_interval",
+            "generator.vision_language_generator",
+        ]
+
+
+class TestTurns:
+    @pytest.mark.parametrize(
+        ("overrides", "said"),
+        [
+            (["generator.max_turns=3", "generator.batched=true"], "generator.max_turns=3: .*batched=false"),
+            (
+                ["generator.step_wise_trajectories=true", "generator.batched=true"],
+                "step_wise_trajectories=true: .*turn",
+            ),
+            (
+                ["generator.step_wise_trajectories=true", "generator.use_conversation_multi_turn=false"],
+                "step_wise_trajectories=true: .*use_conversation_multi_turn=true",
+            ),
+            (
+                [
+                    "generator.max_input_length=128",
+                    "generator.inference_engine.engine_init_kwargs.max_model_len=128",
+                ],
+                "generator.max_input_length=128: .*max_model_len=128 no room",
+            ),
+        ],
+    )
+    def test_a_combination_that_skyrl_would_not_run_is_refused(self, overrides, said):
+        (line,) = refusals(parse_config([*BASE, *overrides]))
+        assert re.search(said, line)
+
+    def test_several_turns_step_wise_and_merged_are_served(self):
+        turns = ["generator.max_turns=5", "generator.max_input_length=4096"]
+        assert refusals(parse_config([*BASE, *turns])) == []
+        step_wise = [*turns, "generator.step_wise_trajectories=true", "generator.merge_stepwise_output=true"]
+        assert refusals(parse_config([*BASE, *step_wise])) == without_effect(parse_config([*BASE, *step_wise])) == []
 
 
 class TestKeys:

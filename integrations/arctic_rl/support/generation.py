@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from .entries import Entry, NoEffect, PartOf, Refused, one_of, ours, refusal, skyrls, under, without_evaluation
+from .entries import Entry, NoEffect, Refused, one_of, ours, refusal, skyrls, under, without_evaluation
 
 _GENERATOR = "skyrl.train.generators.skyrl_gym_generator:SkyRLGymGenerator"
 _LOOP = f"{_GENERATOR}.agent_loop"
 _SAMPLING = "skyrl.backends.skyrl_train.inference_servers.engine_utils:get_vllm_sampling_params"
+_TURNS = "tests/arctic_rl/test_multi_turn.py"
+_STEP_WISE = "tests/arctic_rl/test_step_wise.py"
 _TO_THE_ENGINE = "tests/arctic_rl/test_inference.py::test_parameters_reach_the_backend_whole"
 
 DROPPED_BY_SKYRL = {
@@ -85,6 +87,38 @@ def _chat_template(setting: str, value: Any, cfg: Any) -> Iterable[str]:
         yield refusal(setting, value, str(error), "write a name or a file that exists")
 
 
+def _several_turns(setting: str, value: Any, cfg: Any) -> Iterable[str]:
+    if value > 1 and cfg.generator.batched:
+        why = "SkyRL's batched generation has one turn"
+        yield refusal(setting, value, why, "write generator.batched=false, or generator.max_turns=1")
+
+
+def _room_for_a_response(setting: str, value: Any, cfg: Any) -> Iterable[str]:
+    kwargs = cfg.generator.inference_engine.engine_init_kwargs
+    longest = kwargs.get("max_model_len")
+    if value is not None and longest is not None and value >= longest:
+        why = f"a prompt as long leaves engines of engine_init_kwargs.max_model_len={longest} no room for a response"
+        yield refusal(setting, value, why, f"write less than {longest}, or raise max_model_len")
+
+
+def _step_wise(setting: str, value: Any, cfg: Any) -> Iterable[str]:
+    generator = cfg.generator
+    if not value:
+        return
+    if generator.batched:
+        yield refusal(setting, value, "SkyRL's batched generation has one turn", "write generator.batched=false")
+    if not generator.use_conversation_multi_turn:
+        why = "SkyRL makes rows of the turns of a conversation only"
+        yield refusal(setting, value, why, "write generator.use_conversation_multi_turn=true")
+    if generator.chat_template.name_or_path:
+        why = "SkyRL makes no rows of turns with a template of your own"
+        yield refusal(setting, value, why, "leave out generator.chat_template.name_or_path")
+
+
+def _not_step_wise(cfg: Any) -> str | None:
+    return None if cfg.generator.step_wise_trajectories else "generator.step_wise_trajectories=false"
+
+
 def _no_template(cfg: Any) -> str | None:
     return None if cfg.generator.chat_template.name_or_path else "no template of your own"
 
@@ -95,8 +129,18 @@ GENERATION: dict[str, Entry] = {
         {
             "n_samples_per_prompt": ours("rollouts of a prompt"),
             "batched": skyrls("one request for all prompts, or a loop for each", f"{_GENERATOR}.generate"),
-            "max_turns": Refused("multi-turn rollouts are not there yet", "write 1"),
-            "max_input_length": skyrls("a longer conversation ends", f"{_GENERATOR}.generate"),
+            "max_turns": skyrls(
+                "turns of a trajectory, at most",
+                f"{_GENERATOR}.__init__",
+                f"{_TURNS}::test_rows_hold_what_the_engine_was_sent_and_sampled",
+                limit=_several_turns,
+            ),
+            "max_input_length": skyrls(
+                "a longer conversation ends",
+                f"{_GENERATOR}.generate",
+                f"{_TURNS}::test_step_wise_turns_past_the_limit_are_left_out_and_all_others_equal_skyrls",
+                limit=_room_for_a_response,
+            ),
             "chat_template.source": skyrls(
                 "where the template comes from",
                 "skyrl.train.generators.utils:get_custom_chat_template",
@@ -137,10 +181,18 @@ GENERATION: dict[str, Entry] = {
                 f"{_GENERATOR}.generate",
                 "tests/arctic_rl/test_inference.py::test_skyrls_generator_sees_the_engines_stop_reasons",
             ),
-            "step_wise_trajectories": Refused("step-wise rows are not there yet", "write false"),
+            "step_wise_trajectories": skyrls(
+                "each turn is a row of its own",
+                _LOOP,
+                f"{_STEP_WISE}::test_old_log_probs_and_updates_agree_with_the_reference",
+                limit=_step_wise,
+            ),
             "vision_language_generator": Refused("vision is not there", "write false"),
-            "merge_stepwise_output": PartOf(
-                "generator.step_wise_trajectories", "generator.step_wise_trajectories=false"
+            "merge_stepwise_output": skyrls(
+                "turns that continue each other become one row",
+                "skyrl.train.trainer:RayPPOTrainer.postprocess_generator_output",
+                f"{_STEP_WISE}::test_old_log_probs_and_updates_agree_with_the_reference",
+                idle=_not_step_wise,
             ),
         },
     ),
