@@ -25,7 +25,7 @@ PLACEMENT: dict[str, Entry] = under(
                 "ref_num_gpus_per_node": ours("see ref_num_nodes", idle=without_reference),
             },
         ),
-        "strategy": NoEffect("DeepSpeed ZeRO trains, whichever of SkyRL's strategies is named"),
+        "strategy": NoEffect("DeepSpeed ZeRO trains, with the optimizer of SkyRL's fsdp, whichever is named"),
         "sequence_parallel_backend": NoEffect("every rank is data-parallel here"),
         "use_expandable_segments": NoEffect("it sets CUDA's allocator"),
         "gradient_checkpointing": ours("activations are computed again in the backward pass"),
