@@ -12,14 +12,28 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from .model import PaddedRows
+from ..errors import UnsupportedError
+from ..zorro.groups import RowGroup, find_groups
+from ..zorro.layout import share_rows
+from ..zorro.plan import local_groups, plan_shared_micro_batches
 from .outputs import number_of
 from .packing import PackedRows, pack_rows, plan_micro_batches, row_lengths, rows_of_packed
+from .places import ModelRows, PaddedRows
 
-__all__ = ["MicroBatch", "RowBatch", "join_rows", "with_counts"]
+__all__ = ["MicroBatch", "RowBatch", "RowPlan", "join_rows", "with_counts"]
 
 _KEPT_AS_GIVEN = ("prompts", "responses")
 _COUNTS = ("batch_num_tokens", "global_batch_size")
+
+
+@dataclass(frozen=True)
+class RowPlan:
+    """Which rows go together into a micro-batch."""
+
+    rows: list[int]
+    """Row numbers in the batch, ascending."""
+    groups: list[RowGroup] | None = None
+    """Which of them share prefixes, rows counted among ``rows``; None = prompts are not shared."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +42,7 @@ class MicroBatch:
 
     rows: list[int] | None
     """Row numbers in the batch, ascending."""
-    model_rows: PackedRows | PaddedRows
+    model_rows: ModelRows
     """What the model sees."""
     batch: dict[str, Any]
     """The rows' own entries and the shared ones; tensors [b, S] where they were [B, S] or [B, R]."""
@@ -41,7 +55,7 @@ class MicroBatch:
 class RowBatch:
     """A checked batch: contiguous rows, tensors of one row count, and one effective loss mask."""
 
-    def __init__(self, batch: Mapping[str, Any], meta: Mapping[str, Any], *, pack: bool):
+    def __init__(self, batch: Mapping[str, Any], meta: Mapping[str, Any], *, pack: bool, share: bool = False):
         """Read a batch of the wire format.
 
         Args:
@@ -50,9 +64,11 @@ class RowBatch:
                 which rows go together instead of the token budget.
             meta: tensors of B rows are split with them, everything else is shared.
             pack: lay rows end to end, by token budget; else one micro-batch as it is.
+            share: give the model what several rows of a micro-batch begin with once; needs ``pack``.
 
         Raises:
             ValueError: a tensor is missing, or contradicts the others.
+            UnsupportedError: prompts are to be shared, and the effective mask holds tokens of prompts.
         """
         self._batch = {name: _as_tensor(value) for name, value in batch.items()}
         self._meta = {name: _as_tensor(value) for name, value in meta.items()}
@@ -66,6 +82,7 @@ class RowBatch:
         if self._batch.get("attention_mask") is None:
             raise ValueError("the batch has no 'attention_mask'; rows cannot be told from padding without it")
         self._pack = pack or self.packed_input is not None
+        self._share = share
 
         ids = self._batch["input_ids"]
         mask = self._batch["attention_mask"]
@@ -89,18 +106,43 @@ class RowBatch:
     def token_counts(self) -> tuple[float, int]:
         """(sum of the effective mask, rows with a token of it); without masks every token with a log-prob counts."""
         if self.loss_mask is None:
-            return float((self.lengths - 1).clamp(min=0).sum()), int((self.lengths > 1).sum())
+            scored = self._scored_tokens()
+            return float(scored.sum()), int((scored > 0).sum())
         return float(self.loss_mask.double().sum()), int((self.loss_mask != 0).any(dim=1).sum())
 
-    def plan(self, max_tokens: int) -> list[list[int]]:
-        """Row numbers of every micro-batch."""
+    def plan(self, max_tokens: int) -> list[RowPlan]:
+        """The micro-batches."""
         if not self.num_rows:
             return []
+        given = None
         if self.packed_input is not None or not self._pack:
-            return [list(range(self.num_rows))]
-        if self._batch.get("micro_batch_ids") is not None:
-            return self._given_plan(self._batch["micro_batch_ids"])
-        return plan_micro_batches(self.lengths.cpu(), max_tokens)
+            given = [list(range(self.num_rows))]
+        elif self._batch.get("micro_batch_ids") is not None:
+            given = self._given_plan(self._batch["micro_batch_ids"])
+        if not self._share:
+            plan = plan_micro_batches(self.lengths.cpu(), max_tokens) if given is None else given
+            return [RowPlan(rows) for rows in plan]
+        if given is not None:
+            return [RowPlan(rows, self._groups(rows)) for rows in given]
+        plan = plan_shared_micro_batches(self._groups(range(self.num_rows)), self.lengths.tolist(), max_tokens)
+        return [RowPlan(*local_groups(groups)) for groups in plan]
+
+    def _groups(self, rows: Sequence[int]) -> list[RowGroup]:
+        index = torch.tensor(rows)
+        ids, mask = self._batch["input_ids"].cpu()[index], self._batch["attention_mask"].cpu()[index]
+        has_prompts = self._batch.get("prompts") is not None
+        return find_groups(ids, mask, mask[:, : self._prompt_width].sum(dim=1) if has_prompts else None)
+
+    @property
+    def _prompt_width(self) -> int:
+        return self.width - self.response_len
+
+    def _scored_tokens(self) -> torch.Tensor:
+        """[B]: tokens of each row that have a log-prob: all but the first; with shared prompts, of the response."""
+        if not self._share:
+            return (self.lengths - 1).clamp(min=0)
+        mask = self._batch["attention_mask"].bool()
+        return (mask & (mask.cumsum(dim=1) > 1))[:, self._prompt_width :].sum(dim=1)
 
     def _given_plan(self, ids: Any) -> list[list[int]]:
         """Rows by their number in ``micro_batch_ids``, which count from 0."""
@@ -111,17 +153,20 @@ class RowBatch:
             raise ValueError(f"micro_batch_ids must count from 0 without a gap, got {ids.unique().tolist()}")
         return [rows.tolist() for rows in ids.argsort(stable=True).split(counts.tolist())]
 
-    def micro_batch(self, rows: list[int], meta: Mapping[str, Any], device: Any) -> MicroBatch:
-        """The given rows on ``device``; ``meta`` is added to the batch's own."""
+    def micro_batch(self, plan: RowPlan, meta: Mapping[str, Any], device: Any) -> MicroBatch:
+        """The planned rows on ``device``; ``meta`` is added to the batch's own."""
+        rows = plan.rows
         index = torch.tensor(rows)
         batch = {name: self._of_rows(name, value, index, device) for name, value in self._batch.items()}
         own_meta = {name: self._of_rows(name, value, index, device) for name, value in self._meta.items()} | meta
-        num_tokens = float((self.lengths[index] - 1).clamp(min=0).sum())
+        num_tokens = float(self._scored_tokens()[index].sum())
         if self.loss_mask is not None:
             num_tokens = float(self.loss_mask[index].double().sum())
             batch["loss_mask"] = self._of_rows("loss_mask", self.loss_mask, index, device)
         ids, mask = batch["input_ids"], batch["attention_mask"]
-        if self.packed_input is not None:
+        if plan.groups is not None:
+            model_rows = share_rows(ids, mask, plan.groups, self._prompt_width)
+        elif self.packed_input is not None:
             model_rows = rows_of_packed(
                 self.packed_input.input_ids.to(device), self.packed_input.cu_seqlens.to(device)
             )
@@ -201,6 +246,12 @@ class RowBatch:
         outside = ((mask != 0) & ~self._batch["attention_mask"].bool()).any(dim=1)
         if outside.any():
             raise ValueError(f"{name} is set outside attention_mask in row {int(outside.int().argmax())}")
+        of_prompts = (mask[:, : self._prompt_width] != 0).any(dim=1)
+        if self._share and of_prompts.any():
+            raise UnsupportedError(
+                f"{name} is set within the prompt of row {int(of_prompts.int().argmax())}, and shared prompts have no "
+                "log-probs: leave meta['zorro_train_enable'] out, or leave 'prompts' out of the batch"
+            )
         return mask
 
 

@@ -11,30 +11,15 @@ from torch import nn
 from torch.nn.functional import linear
 
 from ..errors import UnsupportedError
+from ..zorro.attention import SHARED_ATTENTION
+from ..zorro.layout import SharedRows
 from .attention import VARLEN_ATTENTION, keeps_segments_apart, varlen_kwargs
-from .logprobs import (
-    align_to_tokens,
-    logprobs_and_entropy,
-    logprobs_and_entropy_chunked,
-    logprobs_and_entropy_from_hidden,
-    next_token_targets,
-)
+from .logprobs import logprobs_and_entropy, logprobs_and_entropy_chunked, logprobs_and_entropy_from_hidden
 from .outputs import TEMPERATURE_REQUIRED, LogitsSettings, ModelOutputs
 from .packing import PackedRows
+from .places import ModelRows, PaddedRows, Places
 
-__all__ = ["ModelCall", "PaddedRows", "run_model"]
-
-
-@dataclass(frozen=True)
-class PaddedRows:
-    """Rows given to the model as they are, padding and all."""
-
-    input_ids: torch.Tensor
-    """[b, S]."""
-    attention_mask: torch.Tensor
-    """[b, S]."""
-    position_ids: torch.Tensor
-    """[b, S]."""
+__all__ = ["ModelCall", "run_model"]
 
 
 @dataclass(frozen=True)
@@ -78,32 +63,26 @@ class ModelCall:
             object.__setattr__(self, name, value)
 
 
-def run_model(call: ModelCall, rows: PackedRows | PaddedRows) -> ModelOutputs:
+def run_model(call: ModelCall, rows: ModelRows) -> ModelOutputs:
     """Forward pass of one micro-batch; gradients flow if they are enabled.
+
+    Rows that share prefixes have log-probs, entropy and logits of their scored tokens alone, 0 elsewhere.
 
     Raises:
         UnsupportedError: the model cannot keep packed rows apart, or changes its logits after the LM head in mode
             memory.
         ValueError: the engine's result has no logits of the right shape.
     """
-    packed = isinstance(rows, PackedRows)
     inputs = _model_inputs(call.module, rows)
-    shape = rows.input_ids.shape
-    if packed:
-        targets, predicts = next_token_targets(rows.input_ids[0], rows.position_ids[0])
-    else:
-        targets, predicts = _padded_targets(rows)
-    reader = _Reader(call, targets, predicts)
+    places = Places(rows)
+    if call.head is None and places.selected is not None:
+        inputs["logits_to_keep"] = places.selected
+    reader = _Reader(call, places)
     with reader.attached():
         result = call.engine(*call.args, **inputs)
-    logits = _logits_of(result, shape)
+    logits = _logits_of(result, places.shape)
     reader.finish(logits)
-
-    def to_rows(values_N: torch.Tensor) -> torch.Tensor:
-        return rows.unpack(values_N) if packed else values_N.view(*shape, *values_N.shape[1:])
-
-    def to_tokens(values_N: torch.Tensor) -> torch.Tensor:
-        return to_rows(align_to_tokens(values_N, predicts))
+    to_tokens = places.to_tokens
 
     def entropy() -> torch.Tensor:
         values = reader.entropy()
@@ -113,10 +92,10 @@ def run_model(call: ModelCall, rows: PackedRows | PaddedRows) -> ModelOutputs:
     if call.entropy or call.late_entropy:
         lazy["entropy"] = entropy
     if call.head is not None:
-        lazy["hidden_states"] = lambda: to_rows(_flat(reader.hidden))
+        lazy["hidden_states"] = lambda: places.all_to_rows(_flat(reader.hidden))
         lazy["lm_head"] = lambda: call.head
     if call.mode == "none":
-        lazy["logits"] = lambda: to_rows(_flat(logits))
+        lazy["logits"] = lambda: places.to_rows(_flat(logits))
     return ModelOutputs(
         lazy,
         {
@@ -130,10 +109,11 @@ def run_model(call: ModelCall, rows: PackedRows | PaddedRows) -> ModelOutputs:
 class _Reader:
     """Takes hidden states and log-probs from one engine call, at the LM head or from the logits."""
 
-    def __init__(self, call: ModelCall, targets_N: torch.Tensor, predicts_N: torch.Tensor):
+    def __init__(self, call: ModelCall, places: Places):
         self._call = call
-        self._targets = targets_N
-        self._predicts = predicts_N
+        self._places = places
+        self._targets = places.targets
+        self._predicts = places.predicts
         self._logits: torch.Tensor | None = None
         self._from_head: torch.Tensor | None = None
         self._logprobs: torch.Tensor | None = None
@@ -192,6 +172,7 @@ class _Reader:
 
     def _head_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         self.hidden = hidden
+        hidden = self._places.select(hidden)
         head = self._call.head
         if not self._call.settings.logits_compute_from_fp32_inputs:
             return linear(hidden, head.weight, head.bias)
@@ -211,6 +192,7 @@ class _Reader:
 
     def _read_hidden(self, hidden: torch.Tensor, *, entropy: bool) -> torch.Tensor:
         """(log-prob, entropy or 0) of every position, [..., 2], in place of the logits; nothing is read at padding."""
+        hidden = self._places.select(hidden)
         call = self._call
         settings = call.settings
         index = self._predicts.nonzero().squeeze(1)
@@ -263,23 +245,26 @@ def _linear_head(module: Any) -> nn.Linear | None:
     return head if plain else None
 
 
-def _model_inputs(module: Any, rows: PackedRows | PaddedRows) -> dict[str, Any]:
+def _model_inputs(module: Any, rows: ModelRows) -> dict[str, Any]:
     inputs: dict[str, Any] = {"input_ids": rows.input_ids, "position_ids": rows.position_ids}
     config = getattr(module, "config", None)
     implementation = getattr(config, "_attn_implementation", None)
     if isinstance(rows, PaddedRows):
         inputs["attention_mask"] = rows.attention_mask
+    elif isinstance(rows, SharedRows):
+        inputs |= {"attention_mask": None, "shared_segments": rows.segments}
     else:
         _check_can_pack(module, config, implementation)
         inputs["attention_mask"] = None
-        if implementation == VARLEN_ATTENTION or (implementation or "").startswith("flash_attention"):
+        takes_borders = implementation in (VARLEN_ATTENTION, SHARED_ATTENTION)
+        if takes_borders or (implementation or "").startswith("flash_attention"):
             inputs |= varlen_kwargs(rows.cu_seqlens, rows.max_length)
     inputs["use_cache"] = False
     accepted = _accepted_parameters(getattr(module, "forward", module))
     if accepted is None:
         return inputs
-    needed = {"input_ids", "position_ids"} if isinstance(rows, PackedRows) else {"input_ids", "attention_mask"}
-    needed |= inputs.keys() & {"cu_seq_lens_q"}
+    needed = {"input_ids", "attention_mask"} if isinstance(rows, PaddedRows) else {"input_ids", "position_ids"}
+    needed |= inputs.keys() & {"cu_seq_lens_q", "shared_segments"}
     if missing := sorted(needed - accepted):
         raise UnsupportedError(
             f"{type(module).__name__}.forward takes no {', '.join(missing)}, without which rows cannot be kept apart; "
@@ -311,15 +296,7 @@ def _accepted_parameters(function: Callable) -> set[str] | None:
     return set(parameters)
 
 
-def _padded_targets(rows: PaddedRows) -> tuple[torch.Tensor, torch.Tensor]:
-    kept = rows.attention_mask.bool()
-    predicts = torch.zeros_like(kept)
-    predicts[:, :-1] = kept[:, :-1] & kept[:, 1:]
-    targets = rows.input_ids.roll(-1, dims=1).where(predicts, 0)
-    return targets.reshape(-1), predicts.reshape(-1)
-
-
-def _logits_of(result: Any, shape: torch.Size) -> torch.Tensor:
+def _logits_of(result: Any, shape: tuple[int, int]) -> torch.Tensor:
     if isinstance(result, torch.Tensor):
         logits = result
     elif isinstance(result, Mapping) and "logits" in result:

@@ -20,13 +20,14 @@ from typing import Any, Literal
 import torch
 
 from ..errors import UnsupportedError
-from .batching import MicroBatch, RowBatch, join_rows, with_counts
+from .batching import MicroBatch, RowBatch, RowPlan, join_rows, with_counts
 from .distributed import gather
 from .metrics import MetricTable, merge
 from .model import ModelCall, run_model
 from .observe import PhaseTimers, profiled, see_memory_usage
 from .outputs import LogitsSettings, ModelOutputs, temperature_of
 from .post import ENTROPY_POST_PROCESSORS
+from .prompt_sharing import Sharing, check_first_use, shares_prompts
 from .registry import (
     get_loss_fn,
     get_post_processor,
@@ -68,7 +69,8 @@ def run_pipeline(
             packed already: ``input_ids`` [1, T] and ``cu_seqlens`` (here or in ``meta``), token tensors [1, T].
         meta: ``temperature`` (required for log-probs), ``batch_num_tokens``, ``global_batch_size`` and ``dp_size`` of
             the whole mini-batch over all ranks (all given, or counted), ``calculate_entropy``, ``actor_config``,
-            ``policy_loss_config``, ``logits_*`` (:class:`LogitsSettings`), and whatever processors read.
+            ``policy_loss_config``, ``logits_*`` (:class:`LogitsSettings`), ``zorro_*`` (:mod:`.prompt_sharing`), and
+            whatever processors read.
         processing: ``post``, a list of names; ``loss_fn``, a name, required unless backward is False; ``config``,
             handed to the loss.
         device: where micro-batches go.
@@ -81,8 +83,9 @@ def run_pipeline(
 
     Returns:
         ``batch``, what the post-processors returned, [B, S] in the order given and exactly 0 outside the attention
-        mask, if any ran or there is no loss; ``metrics``, Python numbers; with a loss ``avg_loss``, that of the whole
-        mini-batch over all ranks; with "loss_only" also ``loss_tensor``, this rank's.
+        mask, if any ran or there is no loss; with shared prompts also 0 at the columns of ``prompts``. ``metrics``,
+        Python numbers; with a loss ``avg_loss``, that of the whole mini-batch over all ranks; with "loss_only" also
+        ``loss_tensor``, this rank's.
 
     Raises:
         ValueError: the batch or meta lacks something, or contradicts itself.
@@ -94,11 +97,14 @@ def run_pipeline(
     loss_name = processing.get("loss_fn")
     loss_fn = None if loss_name is None else get_loss_fn(loss_name)
     config = copy.deepcopy(dict(processing.get("config") or {}))
-    rows, plan, ranks = _planned(batch, meta, pack, max_tokens_per_mb)
+    share = shares_prompts(engine, meta, pack=pack, training=backward is not False)
+    rows, plan, ranks = _planned(batch, meta, pack, share, max_tokens_per_mb)
     counts = {} if loss_fn is None else with_counts(rows, meta, [counts for _, counts in ranks])
     call = _model_call(engine, args, meta, config, posts, loss_fn is not None, len(ranks))
     counts |= {"calculate_entropy": call.entropy}
 
+    if share is not None:
+        check_first_use(call, meta, device)
     run = _Run(call, posts, loss_fn, config, device, backward)
     with profiled(), torch.set_grad_enabled(backward is not False):
         (engine.eval if backward is False else engine.train)()
@@ -110,15 +116,17 @@ def run_pipeline(
 
 
 def _planned(
-    batch: Mapping[str, Any], meta: Mapping[str, Any], pack: bool, max_tokens_per_mb: int
-) -> tuple[RowBatch, list[list[int]], list[tuple[int, tuple[float, int]]]]:
+    batch: Mapping[str, Any], meta: Mapping[str, Any], pack: bool, share: Sharing | None, max_tokens_per_mb: int
+) -> tuple[RowBatch, list[RowPlan], list[tuple[int, tuple[float, int]]]]:
     """This rank's rows and their micro-batches, and every rank's number of micro-batches and token counts.
 
     A rank that cannot plan says so to the others, which would wait for it in their next collective call.
     """
     failure = own = None
     try:
-        rows = RowBatch(batch, meta, pack=pack)
+        rows = RowBatch(batch, meta, pack=pack, share=share is not None)
+        if share is not None:
+            share.check_lengths(rows.lengths)
         plan = rows.plan(max_tokens_per_mb)
         own = (len(plan), rows.token_counts())
     except Exception as error:
@@ -242,8 +250,6 @@ def _model_call(
         source["entropy_coeff"] for source in (config, meta.get("actor_config") or {}) if "entropy_coeff" in source
     ]
     asked = any(name in ENTROPY_POST_PROCESSORS for name, _ in posts) or any(value != 0 for value in coefficients)
-    if meta.get("zorro_train_enable"):
-        raise UnsupportedError("meta['zorro_train_enable']=True: prompt sharing is not done here; leave it out")
     return ModelCall(
         engine=engine,
         args=tuple(args),

@@ -11,7 +11,7 @@ from .attention import SHARED_ATTENTION
 
 __all__ = ["SWITCH_OFF", "check_can_share", "longest_exact_row", "reasons_against"]
 
-SWITCH_OFF = "write trainer.arctic_rl.use_zorro=false"
+SWITCH_OFF = "write trainer.arctic_rl.use_zorro=false (meta['zorro_train_enable']=False in a call of the pipeline)"
 """What to do about a model that cannot share prompts."""
 
 _SHARED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})

@@ -1,0 +1,81 @@
+"""Whether a call of the pipeline shares prompts between its rows, from ``meta``.
+
+zorro_train_enable   True = share, or be refused by name; "where_possible" = share if the model can; else not
+zorro_self_check     False = do not compare the first use of a model with its unshared log-probs
+"""
+
+import dataclasses
+import logging
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..errors import UnsupportedError
+from ..zorro.self_check import check_once
+from ..zorro.support import SWITCH_OFF, check_can_share, longest_exact_row, reasons_against
+from .model import ModelCall, run_model
+
+__all__ = ["WHERE_POSSIBLE", "Sharing", "check_first_use", "shares_prompts"]
+
+WHERE_POSSIBLE = "where_possible"
+"""``meta["zorro_train_enable"]`` that shares prompts only if the model can."""
+
+_logger = logging.getLogger(__name__)
+_NAMED: weakref.WeakSet = weakref.WeakSet()
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """What sharing asks of the rows."""
+
+    longest_row: int | None
+    """Tokens of a row up to which the model is exact; None = any."""
+
+    def check_lengths(self, lengths: torch.Tensor) -> None:
+        """Refuse rows [B] whose rotary frequencies would depend on the rows beside them."""
+        if self.longest_row is not None and len(lengths) and int(lengths.max()) > self.longest_row:
+            raise UnsupportedError(
+                f"a row has {int(lengths.max())} tokens, and beyond {self.longest_row} the model's rotary frequencies "
+                f"are those of the longest row of a micro-batch: make rows shorter, or {SWITCH_OFF}"
+            )
+
+
+def shares_prompts(engine: Any, meta: Mapping[str, Any], *, pack: bool, training: bool) -> Sharing | None:
+    """Whether rows share their prompts in this call; None if not.
+
+    Raises:
+        UnsupportedError: ``zorro_train_enable`` has another value, or is True and the model or the call cannot.
+    """
+    wanted = meta.get("zorro_train_enable")
+    if wanted is None or wanted is False:
+        return None
+    if wanted is not True and wanted != WHERE_POSSIBLE:
+        raise UnsupportedError(f"meta['zorro_train_enable']={wanted!r} must be True, False or {WHERE_POSSIBLE!r}")
+    module = getattr(engine, "module", engine)
+    if not pack and wanted is True:
+        raise UnsupportedError("meta['zorro_train_enable']=True lays rows out without padding: pass pack=True")
+    reasons = list(reasons_against(module, training=training)) if wanted == WHERE_POSSIBLE else []
+    if not pack or reasons:
+        if reasons and module not in _NAMED:
+            _NAMED.add(module)
+            _logger.warning("prompts are not shared between rollouts: %s", "; ".join(reasons))
+        return None
+    check_can_share(module, training=training)
+    return Sharing(longest_exact_row(module))
+
+
+def check_first_use(call: ModelCall, meta: Mapping[str, Any], device: torch.device) -> None:
+    """Compare shared and unshared log-probs of a small group, once a model and process; every rank calls this."""
+    wanted = meta.get("zorro_self_check", True)
+    if not isinstance(wanted, bool):
+        raise UnsupportedError(f"meta['zorro_self_check']={wanted!r} must be True or False")
+    if not wanted:
+        return
+    plain = dataclasses.replace(call, temperature=1.0, entropy=False)
+    call.engine.eval()
+    with torch.no_grad():
+        vocab_size = call.module.config.get_text_config().vocab_size
+        check_once(call.module, lambda rows: run_model(plain, rows)["logprobs"], vocab_size, device)
