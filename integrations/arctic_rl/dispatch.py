@@ -59,7 +59,7 @@ class ArcticDispatch:
         self._logits_meta = logits_meta(cfg)
         self._step_log = StepLog(Path(cfg.trainer.log_path) / STEP_LOG_NAME)
         self._last_weight_sync_s: float | None = None
-        self._update_of_step = (0, 0)
+        self._update_of_step = (-1, 0)
         self._uses_reference = cfg.trainer.algorithm.use_kl_loss or cfg.trainer.algorithm.use_kl_in_reward
 
     def get_lcm_dp_size(self) -> int:

@@ -7,19 +7,28 @@ import copy
 import dataclasses
 import itertools
 
+import numpy as np
 import pytest
 import torch
+from skyrl.backends.skyrl_train.utils.ppo_utils import PolicyLossRegistry, register_policy_loss
 
 from integrations.arctic_rl.backends.loop_thread import LoopThread
 from integrations.arctic_rl.dispatch import ArcticDispatch
-from integrations.arctic_rl.loss_config import skyrl_metrics
+from integrations.arctic_rl.loss_config import packed_policy_loss, skyrl_metrics
 from integrations.arctic_rl.processors.packing import plan_micro_batches
 from integrations.arctic_rl.server.specs import OptimizerSpec, TrainingSpec
 from integrations.arctic_rl.skyrl_config import parse_config
 from tests.arctic_rl.in_process_backend import InProcessBackend
 from tests.arctic_rl.processors.helpers import tiny_model
 from tests.arctic_rl.server import update_runs
-from tests.arctic_rl.skyrl_reference import PAD_ID, ReferenceTrainer, reordered, rollout_batch, update_batch
+from tests.arctic_rl.skyrl_reference import (
+    PAD_ID,
+    MicroBatch,
+    ReferenceTrainer,
+    reordered,
+    rollout_batch,
+    update_batch,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -50,6 +59,8 @@ class MiniBatch:
     """Factor of the advantages."""
     masked: bool = False
     """No token carries loss."""
+    rollout_drift: float | None = None
+    """Noise between the sampler's log-probs and the old ones; None = no log-probs of the sampler."""
 
 
 MINI_BATCHES = {
@@ -71,6 +82,71 @@ MINI_BATCHES = {
     "no advantage": MiniBatch(4, scale=0.0),
     "all masked": MiniBatch(5, 7, 0.6, (*KL, *ENTROPY), masked=True),
 }
+LOSS = "trainer.algorithm.policy_loss_type"
+CORRECTION = "trainer.algorithm.off_policy_correction"
+OWN_LOSS = "squares_around_the_mean"
+
+
+def squares_around_the_mean(log_probs, old_log_probs, advantages, config, loss_mask=None, rollout_logprobs=None):
+    """A user's loss: a row's terms depend on all rows of its micro-batch, and on chance."""
+    ratio = (log_probs - old_log_probs).exp() * loss_mask
+    mean = ratio.sum() / loss_mask.sum().clamp(min=1)
+    kept = torch.rand(loss_mask.shape) < 0.5
+    loss = ((ratio - mean) ** 2 * loss_mask * kept).sum() - (ratio * advantages).sum() * config.eps_clip_low
+    return loss, {"mean": mean.item(), "kept_max": kept.float().mean().item()}
+
+
+def with_loss(name, seed, *settings, **fields):
+    fields = {"rows": 7, "holes": True, "rollout_drift": 0.2, "drift": 0.4} | fields
+    return MiniBatch(seed, settings=(*KL, *ENTROPY, f"{LOSS}={name}", *settings), **fields)
+
+
+LOSS_MINI_BATCHES = {
+    "gspo": with_loss("gspo", 11, "trainer.algorithm.eps_clip_low=0.05", "trainer.algorithm.eps_clip_high=0.05"),
+    "sapo": with_loss("sapo", 12, temperature=0.7),
+    "cispo": with_loss("cispo", 13, "trainer.algorithm.cispo.cispo_eps_clip_high=0.3", drift=0.8),
+    "cispo, rollout": with_loss("cispo", 14, "trainer.algorithm.cispo.cispo_anchor=rollout"),
+    "rollout_is": with_loss("rollout_is", 15, "trainer.algorithm.eps_clip_high=0.5"),
+    "dppo": with_loss("dppo", 16, "trainer.algorithm.dppo.delta_low=0.002", "trainer.algorithm.dppo.delta_high=0.002"),
+    "importance_sampling": with_loss("importance_sampling", 17, loss_reduction="sequence_mean"),
+    "cross_entropy": with_loss("cross_entropy", 18),
+    "weights of sequences": with_loss(
+        "dual_clip", 19, f"{CORRECTION}.tis_ratio_type=sequence", f"{CORRECTION}.sequence_tis_ratio_clip_high=1.3"
+    ),
+    "weights of tokens": with_loss(
+        "regular",
+        20,
+        f"{CORRECTION}.tis_ratio_type=token",
+        f"{CORRECTION}.token_tis_ratio_clip_high=1.1",
+        f"{CORRECTION}.token_mask_is_threshold_low=0.8",
+        f"{CORRECTION}.token_mask_is_threshold_high=1.5",
+    ),
+    "masks of sequences": with_loss(
+        "gspo", 21, f"{CORRECTION}.sequence_mask_metric=product", f"{CORRECTION}.product_mask_high=1.4"
+    ),
+    "token_mean_legacy": with_loss("regular", 22, rows=8, loss_reduction="token_mean_legacy"),
+    "prompt_mean": with_loss("regular", 23, rows=8, loss_reduction="prompt_mean"),
+}
+MICRO_BATCH = "trainer.micro_train_batch_size_per_gpu=2"
+OWN_MICRO_BATCH_MINI_BATCHES = {
+    "kl_cov": with_loss("kl_cov", 31, MICRO_BATCH, rows=8),
+    "clip_cov": with_loss(
+        "clip_cov",
+        32,
+        MICRO_BATCH,
+        "trainer.algorithm.clip_cov.clip_ratio=0.2",
+        "trainer.algorithm.clip_cov.clip_cov_lb=-0.02",
+        "trainer.algorithm.clip_cov.clip_cov_ub=0.02",
+        rows=8,
+    ),
+    "a user's loss": with_loss(OWN_LOSS, 33, MICRO_BATCH, rows=8),
+}
+HALVES = {
+    "first half": MiniBatch(41, drift=0.0, rollout_drift=0.2),
+    "second half": MiniBatch(42, drift=0.0, rollout_drift=0.2),
+}
+LOSSES, BEYOND_A_ROW = tuple(LOSS_MINI_BATCHES), tuple(OWN_MICRO_BATCH_MINI_BATCHES)
+MINI_BATCHES |= LOSS_MINI_BATCHES | OWN_MICRO_BATCH_MINI_BATCHES | HALVES
 SEQUENCE = ("plain", "kl", "entropy, dual clip", "kl, entropy")
 
 
@@ -82,6 +158,8 @@ class Scenario:
     optimizer: OptimizerSpec = PLAIN
     tied: bool = True
     """Whether the LM head is the embedding."""
+    micro_batches_of: int | None = None
+    """The ranks whose micro-batches of two rows the policy loss sees; None = one micro-batch."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,6 +181,9 @@ ACCUMULATION = Scenario(
     dataclasses.replace(PLAIN, betas=(0.0, 0.95), weight_decay=0.0),
 )
 PLAIN_UPDATE = Scenario(("plain",))
+WITHOUT_MOMENTUM = dataclasses.replace(PLAIN, lr=1e-9, betas=(0.0, 0.95))
+"""AdamW's first moment is the gradient itself, and steps are too small to matter."""
+TWO_PASSES = Scenario(tuple(HALVES) * 2, dataclasses.replace(PLAIN, lr=0.02, betas=(0.9, 0.999)))
 WARM_UP = Scenario(
     ("plain",) * 6,
     dataclasses.replace(PLAIN, scheduler="constant_with_warmup", num_warmup_steps=4, max_grad_norm=0.0),
@@ -114,11 +195,28 @@ VARIANTS = {
     "3, then 1, then 2, then nothing to learn": Variant(ACCUMULATION, (3, 1, 2, 2, 1)),
     "warm-up": Variant(WARM_UP, (1, 1, 1, 1, 1, 1)),
 }
+LOSS_VARIANTS = {
+    f"every loss, {number} micro-batches": Variant(
+        Scenario(LOSSES, WITHOUT_MOMENTUM), (number,) * len(LOSSES), shuffled=number == 3
+    )
+    for number in (1, 3)
+}
+VARIANTS |= LOSS_VARIANTS | {"2 passes x 2 mini-batches": Variant(TWO_PASSES, (2, 1, 3, 2))}
+OWN_MICRO_BATCHES = {
+    world: Variant(Scenario(BEYOND_A_ROW, WITHOUT_MOMENTUM, micro_batches_of=world), (4 // world,) * 3)
+    for world in WORLD_SIZES
+}
+OWN = "losses that look beyond a row"
 BFLOAT16 = "bfloat16"
 BFLOAT16_VARIANTS = {BFLOAT16: Variant(PLAIN_UPDATE, (4,), dtype="bfloat16")}
 SPLIT_VARIANTS = {f"bfloat16 in {n}": Variant(Scenario(("many rows",)), (n,), dtype="bfloat16") for n in (1, 64)}
 VARIANTS_OF = {
-    1: ("1, 2, 4 and 3 micro-batches", "3, then 1, then 2, then nothing to learn"),
+    1: (
+        "1, 2, 4 and 3 micro-batches",
+        "3, then 1, then 2, then nothing to learn",
+        "every loss, 3 micro-batches",
+        "2 passes x 2 mini-batches",
+    ),
     2: tuple(VARIANTS),
 }
 RUNS = [(world, stage, variant) for world in WORLD_SIZES for stage in STAGES for variant in VARIANTS_OF[world]]
@@ -143,6 +241,7 @@ class Outcome:
         contexts = {world: self._start(world) for world in WORLD_SIZES}
         try:
             scenarios = {PLAIN_UPDATE, *(variant.scenario for variant in VARIANTS.values())}
+            scenarios |= {variant.scenario for variant in OWN_MICRO_BATCHES.values()}
             self.references = {scenario: self.reference(scenario) for scenario in scenarios}
             self.autocast = self.reference(PLAIN_UPDATE, autocast=True)
             self.runs = {
@@ -157,9 +256,11 @@ class Outcome:
 
     def reference(self, scenario, *, autocast=False, changed=lambda config, batch: None):
         """The reference's updates; ``changed`` may alter copies of each step's config and batch."""
+        settings = dataclasses.asdict(scenario.optimizer)
+        assert settings.pop("lr_warmup_ratio") is None and settings.pop("min_lr_ratio") is None
         trainer = ReferenceTrainer(
             copy.deepcopy(self._models[scenario.tied]),
-            **dataclasses.asdict(scenario.optimizer),
+            **settings,
             num_training_steps=update_runs.HORIZON,
             autocast=autocast,
         )
@@ -167,7 +268,8 @@ class Outcome:
         for name in scenario.mini_batches:
             config, batch = copy.deepcopy((self.configs[name], self.batches[scenario.tied, name]))
             changed(config, batch)
-            updates.append(trainer.update(batch, config.trainer.algorithm))
+            parts = micro_batches(batch, config, scenario.micro_batches_of) if scenario.micro_batches_of else None
+            updates.append(trainer.update(batch, config.trainer.algorithm, parts))
         return updates
 
     def pairs(self, world, stage, variant):
@@ -199,12 +301,16 @@ class Outcome:
             seed=mini.seed,
             drift=mini.drift,
             loss_reduction=mini.loss_reduction,
+            micro_batch_size=2,
+            prompts=4 if mini.rows == 8 else 1,
+            rollout_drift=mini.rollout_drift,
         )
         batch["advantages"] = batch["advantages"] * mini.scale
         return batch
 
     def _start(self, world_size):
         variants = {name: VARIANTS[name] for name in VARIANTS_OF[world_size]}
+        variants |= {OWN: OWN_MICRO_BATCHES[world_size]}
         variants |= BFLOAT16_VARIANTS | (SPLIT_VARIANTS if world_size == 1 else {})
         payloads = {name: self._payloads(variant, world_size) for name, variant in variants.items()}
         runs = [
@@ -228,6 +334,7 @@ class Outcome:
             threads=1,
             processor_modules=(),
             loss_fn=None,
+            policy_loss=packed_policy_loss(self.configs[variant.scenario.mini_batches[-1]]),
         )
 
     def _payloads(self, variant, world_size):
@@ -243,11 +350,22 @@ class Outcome:
             order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(len(name))).tolist()
             batch = reordered(batch, order)
         config = copy.deepcopy(self.configs[name])
-        config.trainer.max_tokens_per_microbatch = budget(batch["attention_mask"], world_size, micro_batches)
+        if variant.scenario.micro_batches_of is None:
+            config.trainer.max_tokens_per_microbatch = budget(batch["attention_mask"], world_size, micro_batches)
         backend = InProcessBackend(ranks={"policy": world_size})
         dispatch = ArcticDispatch(config, backend, self._loop, pad_token_id=PAD_ID, inference_client=None)
         dispatch.forward_backward("policy", batch)
         return update_runs.Payload(*backend.arguments("fwd_bwd")[0])
+
+
+def micro_batches(batch, config, world_size):
+    """SkyRL's: runs of two rows within each rank; with the seeds that ours gives the loss."""
+    rows = torch.arange(len(batch)).view(world_size, -1, 2).tolist()
+    return [
+        MicroBatch(pair, int(np.random.SeedSequence([config.trainer.seed, 0, 0, rank, number]).generate_state(1)[0]))
+        for rank, pairs in enumerate(rows)
+        for number, pair in enumerate(pairs)
+    ]
 
 
 def budget(attention_mask, world_size, micro_batches):
@@ -278,10 +396,16 @@ def worst_tensor(ours, expected):
 def outcome(tmp_path_factory):
     before = torch.get_num_threads()
     torch.set_num_threads(1)
+    register_policy_loss(OWN_LOSS)(squares_around_the_mean)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_HUB_OFFLINE", "1")
         yield Outcome(tmp_path_factory.mktemp("updates"))
+    PolicyLossRegistry.unregister(OWN_LOSS)
     torch.set_num_threads(before)
+
+
+OF_THE_DISPATCH = tuple(f"loss_metrics/{name}" for name in ("is_ratio", "tis_", "token_mask", "product_sequence"))
+"""Metrics of the off-policy correction, which the workers do not see."""
 
 
 @pytest.mark.parametrize(("world", "stage", "variant"), RUNS)
@@ -305,13 +429,50 @@ class TestFloat32:
             result = {"avg_loss": ours["loss"], "metrics": ours["metrics"], "lr": ours["lr"]}
             metrics = skyrl_metrics(outcome.configs[name], result, response_length=9)
             for key, value in expected.metrics.items():
-                assert metrics[key] == pytest.approx(value, rel=1e-4, abs=1e-6), key
+                if not key.startswith(OF_THE_DISPATCH):
+                    assert metrics[key] == pytest.approx(value, rel=1e-4, abs=1e-6), key
 
     def test_one_optimizer_step_and_one_step_of_the_schedule_an_update(self, outcome, world, stage, variant):
         steps = outcome.runs[world, stage, variant]
         assert [step["micro_batches"] for step in steps] == list(VARIANTS[variant].micro_batches)
         assert [step["steps"] for step in steps] == list(range(1, len(steps) + 1))
         assert [step["scheduler_steps"] for step in steps] == list(range(1, len(steps) + 1))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("world", WORLD_SIZES)
+class TestLosses:
+    """Gradients to 1e-5 of the reference's norm, tensor by tensor."""
+
+    def test_every_loss(self, outcome, world, stage):
+        for variant in LOSS_VARIANTS.keys() & set(VARIANTS_OF[world]):
+            for name, (ours, expected) in zip(LOSSES, outcome.pairs(world, stage, variant), strict=True):
+                assert worst_tensor(ours["gradient"], expected.gradient) <= 1e-5, name
+
+    def test_losses_that_look_beyond_a_row(self, outcome, world, stage):
+        steps = outcome.runs[world, stage, OWN]
+        references = outcome.references[OWN_MICRO_BATCHES[world].scenario]
+        for name, ours, expected in zip(BEYOND_A_ROW, steps, references, strict=True):
+            assert worst_tensor(ours["gradient"], expected.gradient) <= 1e-5, name
+            assert ours["micro_batches"] == 4 // world
+            result = {"avg_loss": ours["loss"], "metrics": ours["metrics"], "lr": ours["lr"]}
+            metrics = skyrl_metrics(outcome.configs[name], result, response_length=9)
+            for key, value in expected.metrics.items():
+                assert metrics[key] == pytest.approx(value, rel=1e-4, abs=1e-6), key
+
+    def test_clipping_bites_in_the_second_pass(self, outcome, world, stage):
+        """Old log-probs are those of the start in both passes over two mini-batches."""
+        first, second, *again = outcome.runs[world, stage, "2 passes x 2 mini-batches"]
+        assert first["metrics"]["pg_clipfrac"] == 0
+        assert second["metrics"]["ratio_max_deviation"] > 1e-3
+        assert all(step["metrics"]["pg_clipfrac"] > 0.05 for step in again)
+
+
+def test_micro_batches_of_one_and_two_ranks_differ(outcome):
+    one, two = (outcome.references[OWN_MICRO_BATCHES[world].scenario] for world in WORLD_SIZES)
+    assert distance(one[2].gradient, two[2].gradient) > 1e-2, "the seeds differ"
+    (whole,) = outcome.reference(Scenario(("kl_cov",), WITHOUT_MOMENTUM))
+    assert distance(one[0].gradient, whole.gradient) > 1e-3
 
 
 @pytest.mark.parametrize("stage", STAGES)
