@@ -431,6 +431,7 @@ def script(first, *others):
 LONG = {"max_input_length": 2000, "sampling_params": {"max_generate_length": 200}}
 
 
+@pytest.mark.slow
 def test_text2sql_of_skyrl_gym_on_a_database_of_ours(make, tmp_path, shop, tokenizer):
     gym = ArcticSkyRLGymConfig(max_env_workers=0)
     gym.text2sql.db_path = str(tmp_path)
@@ -438,10 +439,11 @@ def test_text2sql_of_skyrl_gym_on_a_database_of_ours(make, tmp_path, shop, token
     answers = script(
         "<sql>SELECT max(price) FROM fruit</sql>", f"{THINK}<solution>SELECT name FROM fruit ORDER BY 1</solution>"
     )
-    pool = EnvPool(ScoringConfig(workers=1))
+    pool = EnvPool(ScoringConfig(workers=1, modules=("skyrl_gym",)))
     try:
         generator, engine = make(True, script=answers, pool=pool, gym=gym, **LONG)
         output = run(generator, [row, row], "text2sql")
+        assert pool.counters["in_thread"] == 0, "the model's SQL ran in this process"
     finally:
         pool.close()
     assert [sum(reward) for reward in output["rewards"]] == [1.0, -1.0]
@@ -449,7 +451,7 @@ def test_text2sql_of_skyrl_gym_on_a_database_of_ours(make, tmp_path, shop, token
     for row in range(2):
         check_row(output, row, engine.record[f"0_{row}"], tokenizer)
     text = tokenizer.decode(output["response_ids"][0])
-    assert "<observation>" in text and "2.5" in text
+    assert "<observation>" in text and "2.5" in text and "You have 3 turns left" in text
 
 
 class TestBirdMultiTurn:

@@ -6,6 +6,7 @@ import io
 import logging
 import math
 import pickle
+import signal
 import threading
 import time
 import types
@@ -22,9 +23,11 @@ from .errors import (
     ScoringMemoryExceeded,
     ScoringStartUpError,
     ScoringTimeout,
+    ScoringWorkerCrashed,
     ScoringWorkerDied,
     WorkerTraceback,
 )
+from .pickling import EnvPickler
 from .process import WorkerLost, WorkerSlot
 from .shared_results import SharedResults
 from .worker import Reply
@@ -38,6 +41,7 @@ the environment keeps by itself comes first, and the worker's caches outlive it.
 PART_GRACE_S = 0.5
 """Seconds that a part of a step may run past its own ``time_limit_s`` before its worker is killed."""
 
+_CRASHES = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE})
 _STACK = frozenset({"datasets", "deepspeed", "ray", "skyrl", "torch", "transformers", "vllm"})
 
 
@@ -63,24 +67,24 @@ class Part(Protocol):
     def run(self) -> Any:
         """Does the work, in a worker. An exception goes to every step that waits for it, and is not kept."""
 
-    def failed(self, cause: Literal["timed_out", "out_of_memory"], error: str) -> Any:
-        """What stands in for the result where the worker was killed; called in the parent."""
+    def failed(self, cause: Literal["timed_out", "out_of_memory", "crashed"], error: str) -> Any:
+        """What stands in for the result where the worker was killed for it, or crashed twice; called in the parent."""
 
     def keep_s(self, result: Any, runs: int) -> float:
         """Seconds for which the result of the ``runs``-th run may serve parts with the same key."""
 
 
-class _CallPickler(pickle.Pickler):
+class _CallPickler(EnvPickler):
     """A pickler that notes the modules which the receiver will import."""
 
     def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        super().__init__(file)
         self.modules: set[str] = set()
 
     def reducer_override(self, obj: Any) -> Any:
         owner = obj if isinstance(obj, (type, types.FunctionType)) else type(obj)
         self.modules.add(owner.__module__)
-        return NotImplemented
+        return super().reducer_override(obj)
 
 
 @dataclass(frozen=True)
@@ -201,7 +205,7 @@ class EnvPool:
         Raises:
             ScoringTimeout, ScoringMemoryExceeded: the call itself broke a limit.
             ScoringEnvError: ``max_step_s`` is no number of seconds, or what the environment raised cannot travel.
-            ScoringWorkerDied: the worker ended for another reason, twice.
+            ScoringWorkerDied: the worker ended for another reason, twice; ScoringWorkerCrashed if by crashing.
             ScoringStartUpError, ScoringClosed: no worker to run it.
             Exception: what the environment raised, with the worker's traceback text as ``__cause__``.
         """
@@ -262,7 +266,7 @@ class EnvPool:
         try:
             packed = await self._call_in_worker(call, _part_time_limit(part))
             result = await self._call_in_thread(call) if packed is None else pickle.loads(packed)
-        except (ScoringTimeout, ScoringMemoryExceeded) as error:
+        except (ScoringTimeout, ScoringMemoryExceeded, ScoringWorkerCrashed) as error:
             packed, result = None, part.failed(error.cause, str(error))
         if packed is None:
             packed = pickle.dumps(result, protocol=pickle.HIGHEST_PROTOCOL)
@@ -316,7 +320,9 @@ class EnvPool:
                 self._counters["start_up"] += 1
                 raise ScoringStartUpError(f"a scoring worker failed to start for {label}:\n{reply.body}")
             return reply
-        raise ScoringWorkerDied(f"the worker running {label} died twice (exit codes {exit_codes}; -n is signal n)")
+        crashed = all(code is not None and -code in _CRASHES for code in exit_codes)
+        kind = ScoringWorkerCrashed if crashed else ScoringWorkerDied
+        raise kind(f"the worker running {label} died twice (exit codes {exit_codes}; -n is signal n)")
 
     async def _call_in_thread(self, call: _Call) -> Any:
         self._counters["in_thread"] += 1

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from .errors import ScoringEnvError
+from .pickling import dumps
 
 _MB = 1 << 20
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
@@ -107,7 +108,7 @@ def _execute(payload: bytes) -> tuple[str, Any]:
         return "raised", _pack_exception(error)
     try:
         answer = (result, target) if returns_state else result
-        return "ok", pickle.dumps(answer, protocol=pickle.HIGHEST_PROTOCOL)
+        return "ok", dumps(answer)
     except MemoryError:
         raise
     except Exception as error:
