@@ -14,7 +14,13 @@ from ..errors import UnsupportedError
 from ..zorro.attention import SHARED_ATTENTION
 from ..zorro.layout import SharedRows
 from .attention import VARLEN_ATTENTION, keeps_segments_apart, varlen_kwargs
-from .logprobs import logprobs_and_entropy, logprobs_and_entropy_chunked, logprobs_and_entropy_from_hidden
+from .logprobs import (
+    chunk_rows,
+    logprobs_and_entropy,
+    logprobs_and_entropy_chunked,
+    logprobs_and_entropy_from_hidden,
+    tile_shape,
+)
 from .outputs import TEMPERATURE_REQUIRED, LogitsSettings, ModelOutputs
 from .packing import PackedRows
 from .places import ModelRows, PaddedRows, Places
@@ -186,8 +192,9 @@ class _Reader:
         upcast = call.settings.logits_compute_in_fp32
         if call.mode == "none":
             return logprobs_and_entropy(self._logits, self._targets, call.temperature, entropy=entropy, upcast=upcast)
+        chunk = chunk_rows(self._logits.shape[-1], self._peak_gib())
         return logprobs_and_entropy_chunked(
-            self._logits, self._targets, call.temperature, entropy=entropy, chunk=self._chunk(), upcast=upcast
+            self._logits, self._targets, call.temperature, entropy=entropy, chunk=chunk, upcast=upcast
         )
 
     def _read_hidden(self, hidden: torch.Tensor, *, entropy: bool) -> torch.Tensor:
@@ -206,7 +213,7 @@ class _Reader:
             self._targets.index_select(0, index),
             call.temperature,
             entropy=entropy,
-            chunk=self._chunk(),
+            tile=tile_shape(len(index), len(call.head.weight), self._peak_gib()),
             upcast=settings.logits_compute_in_fp32,
             fp32_inputs=settings.logits_compute_from_fp32_inputs,
         )
@@ -219,9 +226,8 @@ class _Reader:
         stats = pair.new_zeros(len(self._targets), 2).index_copy(0, index, pair)
         return stats.view(*hidden.shape[:-1], 2)
 
-    def _chunk(self) -> int:
-        vocab_size = self._logits.shape[-1] if self._logits is not None else self._call.head.out_features
-        return self._call.settings.chunk(vocab_size, self._targets.device.type)
+    def _peak_gib(self) -> float:
+        return self._call.settings.peak_gib(self._targets.device.type)
 
 
 @contextmanager

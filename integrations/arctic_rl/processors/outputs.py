@@ -9,7 +9,6 @@ from typing import Any, Literal, get_args
 import torch
 
 from ..errors import UnsupportedError
-from .logprobs import chunk_rows
 from .registry import nearest_name
 
 __all__ = ["TEMPERATURE_REQUIRED", "LogitsSettings", "ModelOutputs", "number_of", "temperature_of"]
@@ -18,8 +17,8 @@ TEMPERATURE_REQUIRED = (
     "meta['temperature'] is required: log-probs are those of the distribution that the tokens were sampled from"
 )
 
-_CPU_CHUNK = 192
-"""Enough rows for matrix products at full speed; more only leaves the caches."""
+_DEFAULT_PEAK_GIB = {"cpu": 0.01}
+"""What stays in a processor's caches; 1 on other devices."""
 
 LogitsMode = Literal["none", "compute", "memory"]
 
@@ -33,7 +32,7 @@ class LogitsSettings:
     memory = chunks of logits from hidden states, forward and backward; None = memory where the model has a linear LM
     head, else compute."""
     logits_optimization_peak_mem_size_in_gib: float | None = None
-    """GiB that the float32 buffers of a chunk may take; None = 1 on GPUs, room for 192 positions on CPUs."""
+    """GiB that the buffers for logits may take; None = 1 on GPUs, 0.01 on CPUs, which is faster than more there."""
     logits_compute_in_fp32: bool = True
     """Softmax in float32 whatever the model's dtype; False = in the logits' dtype (bf16 is off by up to 0.1 nat)."""
     logits_compute_from_fp32_inputs: bool = False
@@ -65,12 +64,10 @@ class LogitsSettings:
             if not isinstance(getattr(self, name), bool):
                 raise UnsupportedError(f"meta[{name!r}]={getattr(self, name)!r} must be True or False")
 
-    def chunk(self, vocab_size: int, device_type: str) -> int:
-        """Positions in a chunk of logits."""
+    def peak_gib(self, device_type: str) -> float:
+        """GiB of the temporaries, on a device type."""
         size = self.logits_optimization_peak_mem_size_in_gib
-        if size is None and device_type == "cpu":
-            return _CPU_CHUNK
-        return chunk_rows(vocab_size, 1.0 if size is None else size)
+        return _DEFAULT_PEAK_GIB.get(device_type, 1.0) if size is None else size
 
 
 class ModelOutputs(Mapping[str, Any]):

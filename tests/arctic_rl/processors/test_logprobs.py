@@ -13,6 +13,7 @@ from integrations.arctic_rl.processors.logprobs import (
     logprobs_and_entropy_chunked,
     logprobs_and_entropy_from_hidden,
     next_token_targets,
+    tile_shape,
 )
 from integrations.arctic_rl.processors.outputs import LogitsSettings
 
@@ -88,8 +89,8 @@ def test_chunks_equal_the_whole(num: int, entropy: bool):
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("chunk", [1, 7, 1000])
-def test_gradients_from_hidden_states(bias: bool, chunk: int):
+@pytest.mark.parametrize("tile", [(1, 1), (7, 9), (40, 7), (3, 30), (1000, 1000)])
+def test_gradients_from_hidden_states(bias: bool, tile: tuple[int, int]):
     generator = torch.Generator().manual_seed(2)
     hidden, weight = torch.randn(40, 6, generator=generator), torch.randn(30, 6, generator=generator)
     offset = torch.randn(30, generator=generator) if bias else None
@@ -105,7 +106,7 @@ def test_gradients_from_hidden_states(bias: bool, chunk: int):
     expected = run(torch.float64, lambda h, w, b: exact(torch.nn.functional.linear(h, w, b), targets, 0.7))
     ours = run(
         torch.float32,
-        lambda h, w, b: logprobs_and_entropy_from_hidden(h, w, b, targets, 0.7, entropy=True, chunk=chunk),
+        lambda h, w, b: logprobs_and_entropy_from_hidden(h, w, b, targets, 0.7, entropy=True, tile=tile),
     )
     for a, b in zip(ours, expected, strict=True):
         assert (a - b).norm() <= 1e-5 * b.norm()
@@ -129,7 +130,7 @@ def test_gradcheck():
     )
     hidden, weight = (torch.randn(n, 3, dtype=torch.float64).requires_grad_() for n in (5, 7))
     assert torch.autograd.gradcheck(
-        lambda h, w: logprobs_and_entropy_from_hidden(h, w, None, targets, 0.6, entropy=True, chunk=2),
+        lambda h, w: logprobs_and_entropy_from_hidden(h, w, None, targets, 0.6, entropy=True, tile=(2, 3)),
         (hidden, weight),
     )
 
@@ -144,7 +145,7 @@ def test_fp32_inputs_multiply_in_float32():
     for fp32_inputs in (False, True):
         leaves = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
         values, _ = logprobs_and_entropy_from_hidden(
-            *leaves, None, targets, 1.0, entropy=False, chunk=33, fp32_inputs=fp32_inputs
+            *leaves, None, targets, 1.0, entropy=False, tile=(33, 70), fp32_inputs=fp32_inputs
         )
         errors[fp32_inputs] = float((values - expected).detach().abs().max())
         assert [g.dtype for g in torch.autograd.grad(values.sum(), leaves)] == [torch.bfloat16] * 2
@@ -163,8 +164,22 @@ def test_large_logits_stay_exact():
 def test_chunk_rows():
     assert chunk_rows(1 << 20, 1.0) == 128
     assert chunk_rows(1 << 20, 1e-9) == 1
-    assert LogitsSettings().chunk(151_936, "cuda") == chunk_rows(151_936, 1.0)
-    assert LogitsSettings(logits_optimization_peak_mem_size_in_gib=2).chunk(151_936, "cpu") == chunk_rows(151_936, 2)
+    assert LogitsSettings().peak_gib("cuda") == 1.0
+    assert LogitsSettings().peak_gib("cpu") < 0.1
+    assert LogitsSettings(logits_optimization_peak_mem_size_in_gib=2).peak_gib("cpu") == 2
+
+
+@pytest.mark.parametrize("size", [1e-9, 1e-4, 0.01, 0.25, 1.0, 100.0])
+@pytest.mark.parametrize(
+    ("positions", "vocab"), [(0, 50), (1, 151_936), (300, 1_280), (8_192, 151_936), (10**6, 32_000)]
+)
+def test_tiles_fit_the_budget_and_the_logits(size: float, positions: int, vocab: int):
+    rows, columns = tile_shape(positions, vocab, size)
+    assert 1 <= rows <= max(1, positions)
+    assert 1 <= columns <= vocab
+    assert rows * columns == 1 or rows * columns * 10 <= size * 2**30
+    whole = positions * vocab
+    assert min(whole, size * 2**30 / 10) <= 2.1 * rows * columns or rows * columns == max(1, whole)
 
 
 MEMORY_SCRIPT = """
@@ -178,7 +193,7 @@ def case(n):
     weight = torch.randn(V, H, requires_grad=True)
     targets = torch.randint(0, V, (n,))
     if sys.argv[1] == "chunked":
-        settings = dict(entropy=True, chunk=LogitsSettings().chunk(V, "cpu"))
+        settings = dict(entropy=True, tile=tile_shape(n, V, LogitsSettings().peak_gib("cpu")))
         values, entropy = logprobs_and_entropy_from_hidden(hidden, weight, None, targets, 0.7, **settings)
     else:
         values, entropy = logprobs_and_entropy(hidden @ weight.T, targets, 0.7, entropy=True)
