@@ -37,8 +37,10 @@ def _additional(setting: str, value: Any, cfg: Any) -> Iterable[str]:
             yield refusal(f"{setting}.{key}", argument, why, instead.format(section=section))
 
 
-def _penalty(section: str) -> Refused:
-    return Refused("SkyRL does not forward it to the engine", f"write {section}.additional_kwargs.repetition_penalty")
+def _penalty(section: str, idle: Any) -> Refused:
+    return Refused(
+        "SkyRL does not forward it to the engine", f"write {section}.additional_kwargs.repetition_penalty", idle=idle
+    )
 
 
 def _sampling(section: str, idle: Any = None) -> dict[str, Entry]:
@@ -49,7 +51,7 @@ def _sampling(section: str, idle: Any = None) -> dict[str, Entry]:
         section,
         {
             "max_generate_length": sent("tokens of a response"),
-            "repetition_penalty": _penalty(section),
+            "repetition_penalty": _penalty(section, idle),
             "temperature": sent("sampling temperature"),
             "top_p": sent("nucleus sampling"),
             "min_p": sent("tokens below this share of the likeliest are left out"),
