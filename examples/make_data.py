@@ -20,11 +20,15 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--relative_paths", action="store_true", help="store database paths relative to the output folder"
     )
+    parser.add_argument(
+        "--env_class", default="bird", choices=["bird", "bird_multi_turn"], help="the environment that rows name"
+    )
     arguments = parser.parse_args(argv)
     rows = write_dataset(
         arguments.output_dir,
         seed=arguments.seed,
         relative_paths=arguments.relative_paths,
+        env_class=arguments.env_class,
         progress=partial(tqdm, desc="databases"),
     )
     for split, count in rows.items():

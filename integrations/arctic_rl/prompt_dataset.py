@@ -154,6 +154,7 @@ def check_environment_rows(
         setting: the dotted name of the setting that the dataset comes from, for error messages.
 
     Raises:
+        ConfigError: ``default_env_class`` is one of ours and every row names another one of ours.
         ConfigError: the first ten problems, a line each; rows are counted from 0 among the prompts that are kept.
     """
     from skyrl_arctic_rl.envs.bird.check_dataset import ENV_IDS, require_valid_rows
@@ -162,6 +163,13 @@ def check_environment_rows(
     frame = dataset.dataframe
     frame = frame.select_columns([name for name in frame.column_names if name != dataset.prompt_key])
     env_ids = frame[env_class_key] if env_class_key in frame.column_names else [None] * len(frame)
+    named = set(env_ids)
+    if default_env_class in ENV_IDS and named and named <= ENV_IDS - {default_env_class}:
+        raise ConfigError(
+            f"environment.env_class={default_env_class} has no effect: every row of {setting} names an environment "
+            f"itself ({', '.join(sorted(named))}): write its env_class column anew, with --env_class of "
+            "envs.bird.preprocess for instance, or leave environment.env_class out"
+        )
     env_ids = [default_env_class if env_id is None else env_id for env_id in env_ids]
     for env_id in sorted(ENV_IDS.intersection(env_ids)):
         rows = (

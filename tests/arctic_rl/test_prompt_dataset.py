@@ -226,6 +226,24 @@ def test_each_environment_is_checked_by_its_own_settings(tmp_path, tokenizer):
         check(tmp_path, tokenizer, rows, {"bird": here, "bird_sql": nowhere})
 
 
+def test_settings_are_read_as_those_of_the_rows_own_environment(tmp_path, tokenizer):
+    make_databases(tmp_path, ["one"])
+    rows = bird_rows(tmp_path, 2, ("one",), env_class="bird_multi_turn")
+    check(tmp_path, tokenizer, rows, {"bird_multi_turn": {"tool_max_rows": 3}}, "bird_multi_turn")
+    with pytest.raises(ConfigError, match=r"bird_multi_turn\.tool_max_rows=0"):
+        check(tmp_path, tokenizer, rows, {"bird_multi_turn": {"tool_max_rows": 0}})
+
+
+def test_an_environment_of_ours_that_no_row_takes_is_told(tmp_path, tokenizer):
+    make_databases(tmp_path, ["one"])
+    rows = bird_rows(tmp_path, 2, ("one",))
+    with pytest.raises(ConfigError, match=r"environment\.env_class=bird_multi_turn has no effect: .*\(bird\)"):
+        check(tmp_path, tokenizer, rows, default_env_class="bird_multi_turn")
+    del rows[1]["env_class"]
+    settings = {"bird": {}, "bird_multi_turn": {}}
+    check(tmp_path, tokenizer, rows, settings, default_env_class="bird_multi_turn", write=write_jsonl)
+
+
 @pytest.mark.parametrize("column", [False, True])
 def test_rows_that_name_no_environment_take_the_recipes(tmp_path, tokenizer, column):
     rows = bird_rows(tmp_path, 2, env_class=None)

@@ -65,6 +65,12 @@ def test_rewriting_a_folder_gives_the_same_bytes(tmp_path):
     assert files(tmp_path) == before
 
 
+def test_rows_name_the_environment_that_is_asked_for(tmp_path):
+    sizes = SplitSizes(train=2, validation=2, heldout_db=2)
+    write_dataset(tmp_path, seed=1, sizes=sizes, env_class="bird_multi_turn")
+    assert {row["env_class"] for split in SPLITS for row in rows_of(tmp_path, split)} == {"bird_multi_turn"}
+
+
 def test_splits_share_no_question_and_no_gold(data):
     train, validation, held_out = (rows_of(data, split) for split in SPLITS)
     assert len(validation) >= 200

@@ -14,7 +14,7 @@ from tqdm import tqdm
 from .find import LayoutError
 from .pipeline import preprocess
 from .report import check_lines, summary_lines
-from .settings import SOURCES, SPLITS, DescribeLimits, PreprocessSettings, SettingError
+from .settings import ENV_CLASSES, SOURCES, SPLITS, DescribeLimits, PreprocessSettings, SettingError
 from .workspace import WorkspaceBusyError
 
 
@@ -52,6 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--gretelai_dir", type=Path, help="folder with GretelAI's files (default: BIRD_DIR/gretelai)")
     add("--sources", nargs="+", choices=SOURCES, default=["bird"], help="which to read, in this order (default: bird)")
     add("--splits", nargs="+", choices=SPLITS, default=list(SPLITS), help="which files to write (default: both)")
+    add("--env_class", choices=ENV_CLASSES, default="bird", help="environment that rows name (default: bird)")
     add("--relative_to", type=Path, metavar="ROOT", help="store database paths relative to ROOT (the env's db_root)")
     add("--max_tokens", type=int, metavar="N", help="drop questions whose prompt has more tokens")
     add("--tokenizer", metavar="T", help="name or folder of the Hugging Face tokenizer that counts them")

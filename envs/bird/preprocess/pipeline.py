@@ -81,7 +81,8 @@ def _write_split(run: Run, texts: dict[str, str], split: Split) -> int:
     def rows() -> Iterator[dict[str, Any]]:
         for index, question in enumerate(questions):
             stored = run.settings.stored_path(question.db_path)
-            yield make_row(question, texts[question.db_path], stored_path=stored, index=index)
+            text, env_class = texts[question.db_path], run.settings.env_class
+            yield make_row(question, text, stored_path=stored, index=index, env_class=env_class)
             bar.update()
 
     run.work.write(run.settings.output_dir / f"{split}.parquet", lambda path: write_parquet(path, rows()))

@@ -11,7 +11,6 @@ from .questions import Question
 if TYPE_CHECKING:
     import pyarrow
 
-ENV_CLASS = "bird"
 ABILITY = "text_to_sql"
 
 _ROWS_PER_GROUP = 256
@@ -22,11 +21,13 @@ def prompt_of(question: Question, database: str) -> list[dict[str, str]]:
     return build_messages(database, question.question, question.evidence, system=ANSWER_SYSTEM_PROMPT)
 
 
-def make_row(question: Question, database: str, *, stored_path: str, index: int) -> dict[str, Any]:
+def make_row(
+    question: Question, database: str, *, stored_path: str, index: int, env_class: str = "bird"
+) -> dict[str, Any]:
     """Returns the row of a question; `index` counts the rows of its file from 0."""
     return {
         "data_source": question.source,
-        "env_class": ENV_CLASS,
+        "env_class": env_class,
         "prompt": prompt_of(question, database),
         "ability": ABILITY,
         "reward_model": {"style": "rule", "ground_truth": question.sql},

@@ -8,9 +8,11 @@ from typing import Literal
 
 type Source = Literal["bird", "spider", "gretelai"]
 type Split = Literal["train", "validation"]
+type EnvClass = Literal["bird", "bird_sql", "bird_multi_turn"]
 
 SOURCES: tuple[Source, ...] = ("bird", "spider", "gretelai")
 SPLITS: tuple[Split, ...] = ("train", "validation")
+ENV_CLASSES: tuple[EnvClass, ...] = ("bird", "bird_sql", "bird_multi_turn")
 
 
 class SettingError(ValueError):
@@ -66,6 +68,8 @@ class PreprocessSettings:
     """Which to read, in the order in which their questions are written."""
     splits: tuple[Split, ...] = SPLITS
     """Which files to write."""
+    env_class: EnvClass = "bird"
+    """The environment that rows name; a row's own goes before the recipe's `environment.env_class`."""
     relative_to: Path | None = None
     """Store database paths relative to this folder, for the environment's `db_root`; None = absolute paths."""
     max_tokens: int | None = None
@@ -92,6 +96,8 @@ class PreprocessSettings:
                 raise SettingError(
                     f"--{name} {' '.join(chosen)} must name one or more of {', '.join(known)}, each once"
                 )
+        if self.env_class not in ENV_CLASSES:
+            raise SettingError(f"--env_class={self.env_class} must be one of {', '.join(ENV_CLASSES)}")
         if (self.max_tokens is None) != (self.tokenizer is None):
             raise SettingError(
                 f"--max_tokens={self.max_tokens} and --tokenizer={self.tokenizer} go together: "

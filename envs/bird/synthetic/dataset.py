@@ -50,6 +50,7 @@ def write_dataset(
     seed: int,
     sizes: SplitSizes | None = None,
     relative_paths: bool = False,
+    env_class: str = "bird",
     progress: Callable[[Iterable[Domain]], Iterable[Domain]] = iter,
 ) -> dict[str, int]:
     """Write everything under ``output_dir``; equal arguments give equal bytes.
@@ -60,6 +61,7 @@ def write_dataset(
         sizes: None = ``SplitSizes()``.
         relative_paths: store ``extra_info.db_path`` relative to ``output_dir`` (for the environment's ``db_root``
             setting), so that the bytes do not depend on it; otherwise absolute.
+        env_class: the environment that rows name; a row's own goes before the recipe's ``environment.env_class``.
         progress: wraps the iterable of domains; tqdm fits.
 
     Returns:
@@ -95,7 +97,8 @@ def write_dataset(
         "validation_heldout_db": (heldout_db, dev_root),
     }
     for split, (questions, root) in splits.items():
-        _write_parquet(output_dir / f"{split}.parquet", questions, root, split=split, stored_from=stored_from)
+        path = output_dir / f"{split}.parquet"
+        _write_parquet(path, questions, root, split=split, stored_from=stored_from, env_class=env_class)
     _write_demonstrations(
         output_dir / "demonstrations.jsonl", train, train_root, answers=sizes.demonstrations, seed=seed
     )
@@ -152,14 +155,16 @@ def _stored_path(path: Path, stored_from: Path | None) -> str:
     return str(path if stored_from is None else path.relative_to(stored_from))
 
 
-def _write_parquet(path: Path, questions: list[Question], root: Path, *, split: str, stored_from: Path | None) -> None:
+def _write_parquet(
+    path: Path, questions: list[Question], root: Path, *, split: str, stored_from: Path | None, env_class: str
+) -> None:
     import pyarrow
     import pyarrow.parquet
 
     rows = [
         {
             "data_source": split,
-            "env_class": "bird",
+            "env_class": env_class,
             "prompt": messages,
             "reward_model": {"style": "rule", "ground_truth": question.draft.sql},
             "extra_info": {

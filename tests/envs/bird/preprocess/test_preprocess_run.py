@@ -17,6 +17,7 @@ from envs.bird.check_dataset import check_rows
 from envs.bird.env import BirdEnv
 from envs.bird.preprocess import check, databases
 from envs.bird.preprocess.cli import main as run_main
+from envs.bird.preprocess.settings import PreprocessSettings, SettingError
 from envs.bird.preprocess.workspace import FOLDER
 from envs.bird.prompt import ANSWER_SYSTEM_PROMPT
 
@@ -166,6 +167,21 @@ def test_the_bytes_depend_on_the_data_only(tmp_path, raw_bird):
     assert files(tmp_path / "b") == first
     assert main([*map(str, common), str(tmp_path / "a")]) == 1
     assert files(tmp_path / "a") == first
+
+
+def test_rows_name_the_environment_that_is_asked_for(tmp_path, raw_bird):
+    arguments = [
+        "--bird_dir",
+        str(raw_bird(tmp_path / "raw")),
+        "--output_dir",
+        str(tmp_path),
+        "--splits",
+        "validation",
+    ]
+    assert main([*arguments, "--env_class", "bird_multi_turn"]) == 0
+    assert {row["env_class"] for row in rows_of(tmp_path, "validation")} == {"bird_multi_turn"}
+    with pytest.raises(SettingError, match="--env_class=bird_mt must be one of bird, "):
+        PreprocessSettings(output_dir=tmp_path, bird_dir=tmp_path, env_class="bird_mt")
 
 
 def test_paths_relative_to_a_root_work_elsewhere(tmp_path, raw_bird):
