@@ -43,10 +43,10 @@ class Prompts(list):
         return list(items)
 
 
-def prompts():
+def prompts(count):
     return Prompts(
         {"prompt": [3 + row, 5, 7 + row % 3], "env_class": None, "env_extras": {}, "uid": str(row)}
-        for row in range(PROMPTS)
+        for row in range(count)
     )
 
 
@@ -152,7 +152,7 @@ def packable(model):
     return twin
 
 
-def train(cfg, loop, *, ranks=1, per_token=True, lr=LR, **rollouts):
+def train(cfg, loop, *, ranks=1, per_token=True, lr=LR, count=PROMPTS, **rollouts):
     """Our run: trained weights, the tracker's logs, the backend, the rollouts, the trainer."""
     twins = {name: packable(model) for name, model in models().items()}
     backend = InProcessBackend(twins, ranks={"policy": ranks, "ref": ranks}, lr=lr)
@@ -161,7 +161,7 @@ def train(cfg, loop, *, ranks=1, per_token=True, lr=LR, **rollouts):
         cfg=cfg,
         tracker=tracker,
         tokenizer=SimpleNamespace(pad_token_id=PAD_ID),
-        train_dataset=prompts(),
+        train_dataset=prompts(count),
         inference_engine_client=Client(),
         generator=generator,
     )
@@ -391,8 +391,13 @@ def step_lines(tmp_path):
 
 
 def test_two_mini_batches_are_two_optimizer_steps(loop, tmp_path):
-    """8 prompts x 2 samples, mini-batches of 4 prompts."""
-    ours = train(config(tmp_path), loop)
+    """8 prompts x 2 samples, mini-batches of 4 prompts: the weights of a plain loop over the two."""
+    ours = train(config(tmp_path), loop, lr=1e-4)
+    plain = PlainRun(config(tmp_path), lr=1e-4)
+    for output, uids in ours.given:
+        plain.batch(output, uids)
+    for one, other in zip(ours.policy.parameters(), plain.trainer.model.parameters(), strict=True):
+        assert (one - other).abs().max() <= 1e-6
     assert [name for name in ours.backend.names() if name in ("fwd_bwd", "step")] == ["fwd_bwd", "step"] * 2
     assert [line["num_rows"] for line in step_lines(tmp_path)] == [8, 8]
 
@@ -401,6 +406,8 @@ def test_clipping_bites_in_the_second_pass_over_a_batch(loop, tmp_path):
     """2 passes x 2 mini-batches, learning rate 0.1: old log-probs are those of the batch's start in all four."""
     cfg = config(tmp_path, "trainer.update_epochs_per_batch=2")
     ours = train(cfg, loop, lr=0.1)
+    deviation = second_ratio_deviation(cfg, ours)
+    assert deviation > 1e-3
     sent = [batch["old_log_probs"] for batch, _, _ in ours.backend.arguments("fwd_bwd")]
     assert torch.equal(sent[0], sent[2]) and torch.equal(sent[1], sent[3])
     assert ours.backend.names().index("fwd_bwd") > max(
@@ -416,6 +423,23 @@ def test_clipping_bites_in_the_second_pass_over_a_batch(loop, tmp_path):
     fractions = [update.metrics["loss_metrics/clip_ratio"] for update in plain.updates]
     assert [line["pg_clipfrac"] for line in step_lines(tmp_path)] == pytest.approx(fractions, abs=1e-6)
     assert distance(change(ours.policy), change(plain.trainer.model)) <= 1e-3
+
+
+def second_ratio_deviation(cfg, ours):
+    """Mean |ratio - 1| of the tokens of the second mini-batch, after the first update, in the plain run."""
+    plain = PlainRun(cfg, lr=0.1)
+    ((output, uids), *_) = ours.given
+    size = MINI_BATCH * SAMPLES
+    second = plain._tensors(output)[size:]
+    plain.batch({**output}, uids)
+    weights = [update.change for update in plain.updates]
+    policy = models()["policy"]
+    with torch.no_grad():
+        for name, value in policy.named_parameters():
+            value += weights[0][name]
+        moved = action_log_probs(policy, second, 1.0)[0]
+    kept = second["loss_mask"].bool()
+    return float(((moved - second["action_log_probs"])[kept].exp() - 1).abs().mean())
 
 
 @pytest.mark.parametrize("per_mini_batch", ["true", "false"])
@@ -463,6 +487,13 @@ def test_the_horizon_is_the_optimizer_steps_of_the_run(loop, tmp_path, settings,
     ours = train(config(tmp_path, *settings), loop)
     assert ours.backend.arguments("initialize") == [(horizon,)]
     assert ours.backend.names().count("step") == horizon
+
+
+def test_forty_prompts_in_two_epochs_are_twenty_optimizer_steps(loop, tmp_path):
+    """Batches of 8 prompts in mini-batches of 4."""
+    ours = train(config(tmp_path, "trainer.epochs=2"), loop, count=40)
+    assert ours.backend.arguments("initialize") == [(20,)]
+    assert len(step_lines(tmp_path)) == 20
 
 
 def test_two_warm_ups_that_differ_are_refused_before_anything_starts(loop, tmp_path):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from integrations.arctic_rl.processors.metrics import LossShare, Maximum, MetricTable, merge
+from integrations.arctic_rl.processors.metrics import LossShare, Maximum, MetricTable, Minimum, merge
 
 
 def table(*micro_batches: tuple[dict, float]) -> dict:
@@ -41,3 +41,9 @@ def test_a_kind_does_not_change():
         table(({"n": 1.0}, 1), ({"n": Maximum(1.0)}, 1))
     with pytest.raises(ValueError, match="'n' is a mean on one rank and a maximum on another"):
         merge([table(({"n": 1.0}, 1)), table(({"n": Maximum(1.0)}, 1))])
+
+
+def test_the_smallest_of_all_and_of_nothing():
+    ranks = [table(({"m": Minimum(3.0)}, 1), ({"m": Minimum(torch.inf)}, 1)), table(({"m": Minimum(2.0)}, 1))]
+    assert merge(ranks) == {"m": 2.0}
+    assert merge([table(({"m": Minimum(torch.inf)}, 1))]) == {"m": 0.0}

@@ -110,7 +110,8 @@ def test_loss_and_gradients_whatever_the_split(qwen, qwen_reference, mode: str, 
     for pack, budget in [(True, 18), (True, 40), (True, 1000), (False, 1)]:
         meta = {"temperature": 0.6, "logits_optimization": logits}
         result, engine = train(qwen, batch, config, meta, pack=pack, max_tokens_per_mb=budget)
-        assert set(result) == {"avg_loss", "metrics"}
+        assert set(result) == {"avg_loss", "metrics", "micro_batches"}
+        assert result["micro_batches"] == engine.backward_calls
         assert abs(result["avg_loss"] - loss.item()) <= 1e-5 * scale
         assert_gradients_agree(qwen, qwen_reference)
         metrics.append(result["metrics"])
@@ -624,3 +625,35 @@ def test_masks_and_positions_that_contradict_are_refused(qwen):
 def test_unknown_processing_is_refused(qwen, processing: dict, message: str):
     with pytest.raises(UnsupportedError, match=message):
         run_pipeline(FakeEngine(qwen), (), ragged_batch(2, 1), {"temperature": 1.0}, processing, "cpu")
+
+
+class TestGivenMicroBatches:
+    """``micro_batch_ids`` in place of the token budget."""
+
+    def test_rows_go_together_as_said(self, qwen):
+        batch = ragged_batch(6, 3)
+        seen = []
+
+        @register_loss_fn("notes_its_rows")
+        def notes_its_rows(model_outputs, batch, meta, config, device):
+            seen.append((batch["micro_batch_ids"].tolist(), batch["number"].tolist()))
+            return model_outputs["logprobs"].sum(), {}
+
+        extra = {"micro_batch_ids": torch.tensor([1, 0, 1, 2, 0, 1]), "number": torch.arange(6)}
+        _, engine = train(qwen, batch | extra, loss_fn="notes_its_rows", max_tokens_per_mb=1)
+        assert seen == [([0, 0], [1, 4]), ([1, 1, 1], [0, 2, 5]), ([2], [3])]
+        assert engine.backward_calls == 3
+
+    def test_the_result_is_that_of_any_other_split(self, qwen):
+        batch = ragged_batch(6, 3)
+        whole, _ = train(qwen, batch)
+        expected = gradients(qwen)
+        split, _ = train(qwen, batch | {"micro_batch_ids": torch.tensor([2, 2, 0, 1, 0, 1])})
+        assert split["avg_loss"] == pytest.approx(whole["avg_loss"], rel=1e-5)
+        for name, values in expected.items():
+            assert (gradients(qwen)[name] - values).norm() <= 1e-5 * values.norm(), name
+
+    @pytest.mark.parametrize("ids", [[0, 1, 3], [-1, 0, 1], [0.0, 1.0, 2.0], [0, 1], [[0, 1, 2]]])
+    def test_ids_that_do_not_count_are_refused(self, qwen, ids):
+        with pytest.raises(ValueError, match="micro_batch_ids"):
+            train(qwen, ragged_batch(3, 3) | {"micro_batch_ids": torch.tensor(ids)})

@@ -76,3 +76,34 @@ def test_a_metric_that_is_the_whole_losss_is_refused():
 def test_what_is_wrong_is_named(config, said):
     with pytest.raises(UnsupportedError, match=said):
         run(batch_with_reference(), config, loss_fn="regularized")
+
+
+@pytest.mark.parametrize("budget", [1000, 4])
+def test_how_far_the_samplers_log_probs_are(budget):
+    """Differences 1, 2 and 4 of three trained tokens; positions without loss are 0 in the extremes, as in SkyRL."""
+    batch = response_batch([[0, 1, 0], [1, 0]], [1.0, 1.0], loss_mask=[[1.0, 1.0, 0.0], [1.0, 0.0, 0.0]])
+    batch["rollout_logprobs"] = batch["old_log_probs"] - torch.tensor([[1.0, -2.0, 1e6], [4.0, 1e6, torch.nan]])
+    expected = {
+        "minibatch_rollout_logprobs_abs_diff_mean": 7 / 3,
+        "minibatch_rollout_logprobs_abs_diff_sq_mean": 21 / 3,
+        "minibatch_rollout_logprobs_abs_diff_max": 4.0,
+        "minibatch_rollout_logprobs_abs_diff_min": 0.0,
+    }
+    for loss_fn, config in (("grpo", {}), ("regularized", {"policy_loss": "importance_sampling"})):
+        result, _ = run(batch, config, budget=budget, loss_fn=loss_fn)
+        for name, value in expected.items():
+            assert result["metrics"][name] == pytest.approx(value, rel=1e-6), name
+    full = response_batch([[0, 1], [1, 0]], [1.0, 1.0])
+    full["rollout_logprobs"] = full["old_log_probs"] - torch.tensor([[1.0, 2.0], [3.0, 0.5]])
+    result, _ = run(full, {}, budget=budget)
+    assert result["metrics"]["minibatch_rollout_logprobs_abs_diff_min"] == pytest.approx(0.5, rel=1e-6)
+
+
+def test_settings_in_two_places_are_refused():
+    with pytest.raises(UnsupportedError, match="actor_config"):
+        run(
+            batch_with_reference(),
+            {"policy_loss": "gspo"},
+            {"actor_config": {"kl_loss_coef": 0.5}},
+            loss_fn="regularized",
+        )
