@@ -192,6 +192,10 @@ def _run_confined(
                 break
             digester.add(row)
             kept.add(row)
+            # a few large rows take long in here, between two of SQLite's own looks at the clock
+            if guard.interrupt():
+                outcome, error = Outcome.TIMED_OUT, "interrupted"
+                break
         columns = tuple(column[0] for column in cursor.description or ())
         cursor.close()
         if outcome is Outcome.OK:
@@ -199,7 +203,8 @@ def _run_confined(
             handle.reusable = True
     except MemoryError:
         outcome, error = Outcome.OUT_OF_MEMORY, "out of memory"
-    except (sqlite3.Error, UnicodeEncodeError) as failure:
+    except (sqlite3.Error, UnicodeError) as failure:
+        # Python encodes the query, and decodes names and SQLite's error messages, strictly
         outcome, error = _classify(failure, guard, db_path)
     shown = outcome in (Outcome.OK, Outcome.TOO_LARGE)
     return QueryResult(
@@ -311,7 +316,7 @@ def _lower_heap_limit(connection: sqlite3.Connection, heap_bytes: int) -> None:
         raise ScorerError(f"SQLite {sqlite3.sqlite_version} cannot limit its memory; use SQLite 3.31 or newer")
 
 
-def _classify(failure: sqlite3.Error | UnicodeEncodeError, guard: _Guard, db_path: PathLike) -> tuple[Outcome, str]:
+def _classify(failure: sqlite3.Error | UnicodeError, guard: _Guard, db_path: PathLike) -> tuple[Outcome, str]:
     if guard.refused:
         return Outcome.FORBIDDEN, f"{guard.refused} is not allowed"
     if guard.expired:
@@ -319,7 +324,9 @@ def _classify(failure: sqlite3.Error | UnicodeEncodeError, guard: _Guard, db_pat
     # only errors that SQLite itself reports carry a code; the others are about the text of the query
     extended = failure.sqlite_errorcode if hasattr(failure, "sqlite_errorcode") else sqlite3.SQLITE_ERROR
     code = extended & 0xFF
-    if code in (sqlite3.SQLITE_TOOBIG, sqlite3.SQLITE_NOMEM) or extended == sqlite3.SQLITE_IOERR_NOMEM:
+    # interrupted before its time: the callback that looks at the clock had no memory to run
+    exhausted = (sqlite3.SQLITE_TOOBIG, sqlite3.SQLITE_NOMEM, sqlite3.SQLITE_INTERRUPT)
+    if code in exhausted or extended == sqlite3.SQLITE_IOERR_NOMEM:
         return Outcome.OUT_OF_MEMORY, str(failure)
     if code in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_AUTH):
         return Outcome.FORBIDDEN, str(failure)

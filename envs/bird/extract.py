@@ -153,7 +153,11 @@ def _bare_statement(text: str) -> str | None:
 
 
 def _until_code_end(statement: str) -> str:
+    """Cuts a statement that began behind a backtick at the one that closes it; those in pairs quote its names."""
+    counted = backticks = 0
     for mark in _INLINE_CODE_END.finditer(statement):
-        if statement.count("`", 0, mark.start()) % 2 == 0:
+        backticks += statement.count("`", counted, mark.start())
+        counted = mark.start()
+        if backticks % 2 == 0:
             return statement[: mark.start()]
     return statement

@@ -16,7 +16,7 @@ class Outcome(StrEnum):
     """SQLite refused the query: syntax, a missing table or column, an error while it ran."""
     TIMED_OUT = "timed_out"
     OUT_OF_MEMORY = "out_of_memory"
-    """The query, or one value in it, needed more memory than allowed."""
+    """The query, or one value in it, needed more memory than allowed, or crashed the process that ran it, twice."""
     FORBIDDEN = "forbidden"
     """The statement is not a confined read: it writes, attaches, sets a pragma, or is more than one statement."""
     NO_SQL = "no_sql"

@@ -20,11 +20,17 @@ from .handles import FileIdentity, file_identity
 from .outcome import Outcome
 from .tolerance import ComparisonTimeout, Tolerance, equal_within
 
-type FailureCause = Literal["timed_out", "out_of_memory"]
+type FailureCause = Literal["timed_out", "out_of_memory", "crashed"]
 
 RETRY_AFTER_TIMEOUTS = 10.0
 """Time limits after which a query that ran out of time or memory is tried a second and last time."""
 
+_FAILURES = {
+    "timed_out": Outcome.TIMED_OUT,
+    "out_of_memory": Outcome.OUT_OF_MEMORY,
+    # of the stack, as far as SQLite's own limits let anything crash it
+    "crashed": Outcome.OUT_OF_MEMORY,
+}
 _VOLATILE = re.compile(
     r"\b(?:now|subsec|subsecond|random|randomblob|localtime|current_date|current_time|current_timestamp)\b"
     r"|\b(?:date|time|datetime|julianday|unixepoch)\s*\(\s*\)"
@@ -49,7 +55,7 @@ class Part(Protocol):
         """Does the work. An exception says that it could not be done, here and now."""
 
     def failed(self, cause: FailureCause, error: str) -> Any:
-        """Returns what stands in for the result where the process that ran it had to be killed."""
+        """Returns what stands in for the result where the process that ran it had to be killed, or crashed."""
 
     def keep_s(self, result: Any, runs: int) -> float:
         """Returns the seconds for which `result`, of the `runs`-th run, may serve parts with the same key."""
@@ -85,7 +91,7 @@ class ReadResponse:
             return Reading(answer, None, Outcome.SCORER_FAILED, f"{type(failure).__name__}: {failure}")
 
     def failed(self, cause: FailureCause, error: str) -> Reading:
-        return Reading(Answer(sql=None, format_correct=False), None, Outcome(cause), error)
+        return Reading(Answer(sql=None, format_correct=False), None, _FAILURES[cause], error)
 
     def keep_s(self, result: Reading, runs: int) -> float:
         return 0.0
@@ -123,7 +129,7 @@ class RunQuery:
         return replace(result, columns=(), rows=(), packed_rows=packed)
 
     def failed(self, cause: FailureCause, error: str) -> QueryResult:
-        return QueryResult(Outcome(cause), error)
+        return QueryResult(_FAILURES[cause], error)
 
     def keep_s(self, result: QueryResult, runs: int) -> float:
         retried = result.outcome in _RETRIED and runs == 1

@@ -185,6 +185,16 @@ def test_a_killed_part_is_answered_for_and_its_answer_shared(envs, make_pool, wo
     assert len(pool.process_ids()) == 2
 
 
+def test_a_part_that_crashes_its_workers_is_answered_for_too(envs, pool, work, ran):
+    """What a policy writes may crash SQLite; that is no failure of the scorer, which would end the run."""
+    for _ in range(2):
+        result = step(pool, envs.PartsEnv(), [work("crash", key=1)], [work("crash_once", key=2)], [work("a")])
+        assert result["seen"][0][0].startswith("crashed: the worker running Work.run() died twice (exit codes [-11")
+        assert result["seen"][1:] == [["did crash_once"], ["did a"]]
+    assert ran()[0] == ["crash", "crash", "crash_once", "crash_once", "a", "a"]
+    assert pool.counters["worker_died"] == 3
+
+
 def test_an_exception_reaches_every_step_that_waits_and_is_not_kept(envs, pool, work, ran):
 
     async def run():
@@ -363,7 +373,7 @@ def test_bird_in_a_pool_scores_as_bird_here(pool, database):
 @pytest.mark.slow
 @pytest.mark.parametrize("sql", [UNBOUNDED, CROSS_JOIN, LONG_BUILT_IN], ids=["unbounded", "join", "built-in"])
 def test_a_query_past_its_time_is_stopped_even_in_one_built_in_call(make_pool, database, sql):
-    """The long built-in call never reaches the progress handler: its worker is killed, half a second past the limit."""
+    """The long built-in call never reaches the progress handler: its worker is killed half a second later."""
     pool = make_pool(workers=1, memory_limit_mb=1024)
     settings = {"timeout_s": 2.0, "sqlite_heap_mb": 512}
     [right] = score_all(pool, [(bird_env(database, "SELECT 1", **settings), "SELECT 1")])

@@ -18,6 +18,7 @@ from .errors import (
     ScoringMemoryExceeded,
     ScoringStartUpError,
     ScoringTimeout,
+    ScoringWorkerCrashed,
     ScoringWorkerDied,
     WorkerTraceback,
 )
@@ -33,6 +34,7 @@ __all__ = [
     "ScoringMemoryExceeded",
     "ScoringStartUpError",
     "ScoringTimeout",
+    "ScoringWorkerCrashed",
     "ScoringWorkerDied",
     "WorkerTraceback",
 ]

@@ -30,6 +30,12 @@ class ScoringWorkerDied(ScoringError):
     cause = "worker_died"
 
 
+class ScoringWorkerCrashed(ScoringWorkerDied):
+    """The worker crashed (a signal such as SIGSEGV) during the call, and again during its retry: the call's doing."""
+
+    cause = "crashed"
+
+
 class ScoringStartUpError(ScoringError):
     """A worker could not start: one of its modules failed to import, took too long, or filled the memory limit."""
 

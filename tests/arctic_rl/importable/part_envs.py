@@ -33,6 +33,11 @@ class Work:
                 bytearray(1 << 30)
             case "die":
                 os.kill(os.getpid(), signal.SIGKILL)
+            case "crash":
+                os.kill(os.getpid(), signal.SIGSEGV)
+            case "crash_once":
+                if Path(self.log).read_text(encoding="ascii").count("crash_once") == 1:
+                    os.kill(os.getpid(), signal.SIGSEGV)
             case "raise":
                 raise LookupError(self.name)
             case "hoard":
