@@ -125,6 +125,9 @@ def _prompts(cfg: Any) -> int | str:
         model, trust_remote_code=True, use_fast=not cfg.trainer.disable_fast_tokenizer, padding_side="left"
     )
     dataset = make_prompt_dataset(
-        cfg.data.train_data, tokenizer=tokenizer, max_prompt_length=cfg.trainer.max_prompt_length
+        cfg.data.train_data,
+        tokenizer=tokenizer,
+        max_prompt_length=cfg.trainer.max_prompt_length,
+        chat_template_kwargs=cfg.generator.chat_template_kwargs,
     )
     return len(dataset)

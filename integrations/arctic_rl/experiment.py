@@ -79,6 +79,7 @@ class ArcticExpMixin:
             vars(self.cfg.data)[name],
             tokenizer=self.tokenizer,
             max_prompt_length=self.cfg.trainer.max_prompt_length,
+            chat_template_kwargs=self.cfg.generator.chat_template_kwargs,
             setting=setting,
         )
         environment = self.cfg.environment

@@ -101,6 +101,7 @@ def make_prompt_dataset(
     tokenizer: Any,
     *,
     max_prompt_length: int,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
     prompt_key: str = "prompt",
     env_class_key: str = "env_class",
     setting: str = "data.train_data",
@@ -113,6 +114,9 @@ def make_prompt_dataset(
         data_files: parquet, json or jsonl files, or names of Hugging Face datasets.
         tokenizer: a transformers tokenizer with a chat template.
         max_prompt_length: tokens; rows with longer prompts are dropped.
+        chat_template_kwargs: SkyRL's ``generator.chat_template_kwargs``, with which rollouts make their prompts. Rows
+            that they make too long are dropped too: SkyRL's own filter leaves them out of account, and its agent loop
+            fails at such a prompt.
         prompt_key, env_class_key: columns, as in SkyRL.
         setting: the dotted name of the setting that ``data_files`` comes from, for error messages.
 
@@ -124,7 +128,7 @@ def make_prompt_dataset(
 
     from skyrl.train.dataset.dataset import PromptDataset
 
-    return PromptDataset(
+    dataset = PromptDataset(
         datasets=names,
         tokenizer=tokenizer,
         max_prompt_length=max_prompt_length,
@@ -132,6 +136,27 @@ def make_prompt_dataset(
         prompt_key=prompt_key,
         env_class_key=env_class_key,
     )
+    if chat_template_kwargs:
+        dataset.dataframe = dataset.dataframe.filter(
+            _is_short_enough,
+            fn_kwargs={
+                "tokenizer": tokenizer,
+                "prompt_key": prompt_key,
+                "max_length": max_prompt_length,
+                "chat_template_kwargs": dict(chat_template_kwargs),
+            },
+            num_proc=workers if workers > 0 else None,
+        )
+    return dataset
+
+
+def _is_short_enough(
+    row: Mapping[str, Any], tokenizer: Any, prompt_key: str, max_length: int, chat_template_kwargs: dict[str, Any]
+) -> bool:
+    tokens = tokenizer.apply_chat_template(
+        row[prompt_key], add_generation_prompt=True, return_dict=False, tokenize=True, **chat_template_kwargs
+    )
+    return len(tokens) <= max_length
 
 
 def check_environment_rows(

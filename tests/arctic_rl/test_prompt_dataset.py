@@ -226,6 +226,15 @@ def test_each_environment_is_checked_by_its_own_settings(tmp_path, tokenizer):
         check(tmp_path, tokenizer, rows, {"bird": here, "bird_sql": nowhere})
 
 
+def test_prompts_that_template_arguments_make_too_long_are_dropped(tmp_path, tokenizer):
+    file = write_parquet(tmp_path / "rows.parquet", make_rows(200, seed=4))
+    plain = make_prompt_dataset(file, tokenizer, max_prompt_length=20)
+    kept = make_prompt_dataset(file, tokenizer, max_prompt_length=20, chat_template_kwargs={"thinks": False})
+    expected = [plain[i][0] for i in range(len(plain)) if len(plain[i][0][0]["content"].split()) <= 17]
+    assert 0 < len(expected) < len(plain)
+    assert [kept[i][0] for i in range(len(kept))] == expected
+
+
 def test_settings_are_read_as_those_of_the_rows_own_environment(tmp_path, tokenizer):
     make_databases(tmp_path, ["one"])
     rows = bird_rows(tmp_path, 2, ("one",), env_class="bird_multi_turn")

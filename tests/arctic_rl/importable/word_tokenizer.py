@@ -9,7 +9,10 @@ class WordTokenizer:
     def __init__(self):
         self.process_ids = set()
 
-    def apply_chat_template(self, messages, add_generation_prompt, return_dict, tokenize):
+    def apply_chat_template(self, messages, add_generation_prompt, return_dict, tokenize, thinks=True):
         assert tokenize and add_generation_prompt and not return_dict
         self.process_ids.add(os.getpid())
-        return [word for message in messages for word in message["content"].split()] + ["assistant"]
+        return [word for message in messages for word in message["content"].split()] + [
+            "assistant",
+            *([] if thinks else ["<think>", "</think>"]),
+        ]
