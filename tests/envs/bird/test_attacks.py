@@ -189,7 +189,7 @@ SLOW = {
     "large rows, few of SQLite's steps": "SELECT zeroblob(50000000) FROM t",
     "a cross join of six": "SELECT 1 FROM t a, t b, t c, t d, t e, t f WHERE a.x + b.x + c.x + d.x + e.x + f.x = -1",
     "64 tables": "SELECT count(*) FROM " + ", ".join(f"t a{i}" for i in range(64)),
-    "a CTE that repeats itself": "WITH RECURSIVE c AS (SELECT 1 x UNION ALL SELECT x FROM c) SELECT x FROM c WHERE x=2",
+    "a repeating CTE": "WITH RECURSIVE c AS (SELECT 1 x UNION ALL SELECT x FROM c) SELECT x FROM c WHERE x=2",
     "EXISTS": "SELECT EXISTS (SELECT 1 FROM t a, t b, t c WHERE a.x + b.x + c.x = -1)",
     "a correlated subquery": "SELECT (SELECT count(*) FROM t b, t c WHERE b.x + c.x < a.x) FROM t a",
     "a window over a cross join": "SELECT max(a.x) OVER (ORDER BY b.x ROWS 6000 PRECEDING) FROM t a, t b",
