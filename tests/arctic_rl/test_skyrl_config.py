@@ -15,6 +15,7 @@ from skyrl.train.config.config import (
 )
 
 from envs.bird.config import BirdEnvConfig
+from envs.bird.multi_turn_config import BirdMultiTurnConfig
 from integrations.arctic_rl.config import ArcticRLConfig
 from integrations.arctic_rl.errors import ConfigError
 from integrations.arctic_rl.skyrl_config import parse_config, with_arctic_settings
@@ -31,6 +32,16 @@ ODD = {
     "max_kept_rows": 66,
     "empty_gold_earns": False,
     "db_root": "/data",
+}
+
+
+ODD_TURNS = {
+    "tool_timeout_s": 0.5,
+    "tool_time_s": 7.0,
+    "tool_max_rows": 3,
+    "tool_max_characters": 99,
+    "tool_max_cell_characters": 9,
+    "explain_tool": False,
 }
 
 
@@ -67,6 +78,21 @@ def test_each_setting_reaches_the_environment_it_is_written_for(config_class, en
     assert dataclasses.asdict(vars(gym)[env_id]) == ODD
     assert BirdEnvConfig.parse(vars(gym)[env_id]) == BirdEnvConfig(**ODD)
     assert BirdEnvConfig.parse(vars(gym)[other]) == BirdEnvConfig()
+
+
+def test_each_setting_of_bird_multi_turn_reaches_it():
+    defaults = dataclasses.asdict(BirdMultiTurnConfig())
+    assert list(ODD | ODD_TURNS) == list(defaults)
+    assert all((ODD | ODD_TURNS)[name] != default for name, default in defaults.items())
+    written = [f"environment.skyrl_gym.bird_multi_turn.{name}={value}" for name, value in (ODD | ODD_TURNS).items()]
+    for config_class in (None, RecipeConfig):
+        gym = parse_config(written, config_class).environment.skyrl_gym
+        assert BirdMultiTurnConfig.parse(gym.bird_multi_turn) == BirdMultiTurnConfig(**ODD | ODD_TURNS)
+        assert BirdEnvConfig.parse(gym.bird) == BirdEnvConfig()
+    with pytest.raises(ConfigError, match=r"bird_multi_turn\.tool_max_rows=0 must be a whole number"):
+        parse_config(["environment.skyrl_gym.bird_multi_turn.tool_max_rows=0"])
+    with pytest.raises(ConfigError, match=r"did you mean 'environment\.skyrl_gym\.bird_multi_turn\.tool_max_rows'"):
+        parse_config(["environment.skyrl_gym.bird_multi_turn.tool_max_row=3"])
 
 
 def test_settings_are_objects_of_a_light_module():
