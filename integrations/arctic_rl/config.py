@@ -52,6 +52,12 @@ class ArcticRLConfig:
     """Softmax in float32 whatever the model's dtype; false = in the logits' dtype (bfloat16: off by up to 0.1 nat)."""
     logits_compute_from_fp32_inputs: bool = False
     """Multiply float32 copies of hidden states and LM head, so that logits are float32 too."""
+    use_zorro: bool | None = None
+    """Compute each prompt once for all rollouts of its group, in log-probs and updates: true = or refuse the run,
+    naming what in the model stands against it; None = where the model allows it; false = never."""
+    zorro_self_check: bool = True
+    """Before prompts are first shared, compare log-probs of a small group with those of whole rows, and end the run
+    where they differ."""
     lr_warmup_ratio: float | None = None
     """Warm-up as a share of all optimizer steps of the run, rounded to whole steps; None =
     trainer.policy.optimizer_config.num_warmup_steps."""

@@ -16,10 +16,9 @@ from .backends.base import RemoteBackend
 from .backends.loop_thread import LoopThread
 from .errors import UnsupportedError
 from .layout import repack_to_verl, response_to_skyrl
-from .loss_config import logits_meta, loss_request, reads_old_logprobs, skyrl_metrics
+from .loss_config import logits_meta, loss_request, reads_old_logprobs, sharing_meta, skyrl_metrics
 from .micro_batches import micro_batch_counts, skyrl_micro_batch_ids
 from .off_policy import correction_weights
-from .processors.packing import plan_micro_batches
 from .step_log import STEP_LOG_NAME, StepLog
 
 
@@ -57,6 +56,7 @@ class ArcticDispatch:
         self._inference_client = inference_client
         self._loss = loss_request(cfg)
         self._logits_meta = logits_meta(cfg)
+        self._sharing_meta = sharing_meta(cfg)
         self._step_log = StepLog(Path(cfg.trainer.log_path) / STEP_LOG_NAME)
         self._last_weight_sync_s: float | None = None
         self._update_of_step = (-1, 0)
@@ -169,7 +169,9 @@ class ArcticDispatch:
         result["metrics"] = result["metrics"] | weighting
         self._step_log.mini_batch(result, num_tokens=meta["batch_num_tokens"], num_rows=meta["global_batch_size"])
         metrics = skyrl_metrics(self._cfg, result, response_length=batch["responses"].shape[1])
-        return WorkerOutput(metrics=metrics | self._micro_batch_metrics(batch, meta))
+        if self._cfg.trainer.max_tokens_per_microbatch > 0:
+            metrics |= micro_batch_counts(result["micro_batches"])
+        return WorkerOutput(metrics=metrics)
 
     def _update_payload(self, padded: TrainingInputBatch) -> dict[str, torch.Tensor]:
         """The tensors of an update in the server's layout.
@@ -194,16 +196,6 @@ class ArcticDispatch:
         place = place + 1 if step == of_step else 0
         self._update_of_step = (step, place)
         return [self._cfg.trainer.seed % 2**32, step, place]
-
-    def _micro_batch_metrics(self, batch: dict[str, torch.Tensor], meta: dict[str, Any]) -> dict[str, float]:
-        """SkyRL's counts where a recipe limits micro-batches by tokens."""
-        if self._cfg.trainer.max_tokens_per_microbatch <= 0:
-            return {}
-        ranks = meta["dp_size"]
-        if self._loss.own_micro_batches:
-            return micro_batch_counts((batch["micro_batch_ids"].view(ranks, -1).amax(dim=1) + 1).tolist())
-        lengths = batch["attention_mask"].sum(dim=1).view(ranks, -1)
-        return micro_batch_counts([len(plan_micro_batches(rank, meta["max_token_len_per_gpu"])) for rank in lengths])
 
     def forward_backward_from_staged(
         self,
@@ -364,6 +356,7 @@ class ArcticDispatch:
             "dp_size": self._backend.dp_size(model),
             "calculate_entropy": True,
             **self._logits_meta,
+            **self._sharing_meta,
         }
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .errors import UnsupportedError
+from .zorro import WHERE_POSSIBLE
 
 KL_AND_ENTROPY = (
     "entropy_coeff",
@@ -177,6 +178,15 @@ def logits_meta(cfg: Any) -> dict[str, Any]:
     """The ``logits_*`` settings of every pass, as ``meta`` names them; unset ones are left out."""
     values = {item: value for item, value in vars(cfg.trainer.arctic_rl).items() if item.startswith("logits_")}
     return {item: value for item, value in values.items() if value is not None}
+
+
+def sharing_meta(cfg: Any) -> dict[str, Any]:
+    """The ``zorro_*`` settings of every pass, as ``meta`` names them."""
+    arctic = cfg.trainer.arctic_rl
+    return {
+        "zorro_train_enable": WHERE_POSSIBLE if arctic.use_zorro is None else arctic.use_zorro,
+        "zorro_self_check": arctic.zorro_self_check,
+    }
 
 
 def skyrl_metrics(cfg: Any, result: dict[str, Any], *, response_length: int) -> dict[str, float]:

@@ -75,7 +75,8 @@ class InProcessBackend(RemoteBackend):
     async def fwd_bwd(self, batch: dict, meta: dict, processing: dict) -> dict:
         self._record("fwd_bwd", batch, meta, processing)
         if "policy" not in self._engines:
-            return {"avg_loss": 0.0, "metrics": dict.fromkeys(CANNED_METRICS, 0.0), "lr": self._lr}
+            canned = {"avg_loss": 0.0, "metrics": dict.fromkeys(CANNED_METRICS, 0.0), "lr": self._lr}
+            return canned | {"micro_batches": [1] * self.dp_size("policy")}
         results = self._run("policy", batch, meta, processing, backward=True)
         tokens = [float(shard["loss_mask"].sum()) for shard in split_rows(batch, self.dp_size("policy"))]
         metrics = {
@@ -83,7 +84,8 @@ class InProcessBackend(RemoteBackend):
             for name in results[0]["metrics"]
         }
         loss = _over_ranks("avg_loss", [result["avg_loss"] for result in results], tokens)
-        return {"avg_loss": loss, "metrics": metrics, "lr": self._lr}
+        micro_batches = [result["micro_batches"] for result in results]
+        return {"avg_loss": loss, "metrics": metrics, "lr": self._lr, "micro_batches": micro_batches}
 
     async def step(self) -> dict[str, float]:
         self._record("step")

@@ -28,6 +28,8 @@ def test_defaults_are_valid_and_need_no_argument():
         ("loss_fn", 3, "a text or null"),
         ("loss_config", [1], "a mapping of names to values"),
         ("logits_optimization", "chunked", "one of none, compute, memory"),
+        ("use_zorro", "yes", "true or false or null"),
+        ("zorro_self_check", 1, "true or false"),
         ("logits_optimization_peak_mem_size_in_gib", 0, "at least 1e-06"),
     ],
 )

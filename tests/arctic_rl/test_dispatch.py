@@ -80,7 +80,7 @@ def reference():
 
 
 def packable(model):
-    """A copy of the model with the attention that the server loads it with."""
+    """A copy of the model with the attention that the server loads it with where prompts are not shared."""
     from integrations.arctic_rl.processors.attention import attention_implementation
 
     twin = copy.deepcopy(model)
@@ -223,6 +223,8 @@ class TestForwardBackward:
             "calculate_entropy": True,
             "logits_compute_in_fp32": True,
             "logits_compute_from_fp32_inputs": False,
+            "zorro_train_enable": "where_possible",
+            "zorro_self_check": True,
         }
         assert processing["loss_fn"] == "grpo"
         assert processing["config"]["clip_ratio_low"] == 0.1
@@ -245,6 +247,22 @@ class TestForwardBackward:
                 "logits_optimization_peak_mem_size_in_gib": 0.5,
                 "logits_compute_in_fp32": False,
                 "logits_compute_from_fp32_inputs": True,
+            }
+
+    @pytest.mark.parametrize(("written", "sent"), [("true", True), ("false", False), ("null", "where_possible")])
+    def test_whether_prompts_are_shared_is_said_in_every_pass(self, dispatch_to, written, sent):
+        backend = InProcessBackend()
+        settings = (f"trainer.arctic_rl.use_zorro={written}", "trainer.arctic_rl.zorro_self_check=false")
+        dispatch = dispatch_to(backend, *settings)
+        dispatch.forward("policy", stated_batch())
+        dispatch.forward("ref", stated_batch())
+        dispatch.forward_backward("policy", stated_batch())
+        passes = [call[2] for call in backend.arguments("fwd_no_grad")] + [backend.arguments("fwd_bwd")[0][1]]
+        assert len(passes) == 3
+        for meta in passes:
+            assert {name: value for name, value in meta.items() if name.startswith("zorro_")} == {
+                "zorro_train_enable": sent,
+                "zorro_self_check": False,
             }
 
     def test_a_loss_of_the_users_own_with_the_recipes_terms_around_it(self, dispatch_to):

@@ -36,7 +36,10 @@ class RemoteBackend(ABC):
 
     @abstractmethod
     async def fwd_bwd(self, batch: Batch, meta: dict, processing: dict) -> dict:
-        """Accumulate one mini-batch's gradient; returns ``{"avg_loss": ..., "metrics": ...}``."""
+        """Accumulate one mini-batch's gradient; returns ``{"avg_loss": ..., "metrics": ..., "micro_batches": ...}``.
+
+        The last is a list: how many micro-batches each rank's rows took.
+        """
 
     @abstractmethod
     async def step(self) -> dict[str, float]:

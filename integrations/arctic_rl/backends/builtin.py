@@ -20,8 +20,9 @@ from ..server.sampling_worker import SamplingWorker
 from ..server.specs import ServerConfig
 from ..server.training_worker import TrainingWorker
 from ..server.weights import remove_weights
+from ..zorro.cost import CostModel
 from .base import Batch, RemoteBackend
-from .sharding import join_rows, split_rows
+from .sharding import RankPlan, plan_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +37,7 @@ class BuiltinBackend(RemoteBackend):
         self._config = config
         self._actors: dict[str, Any] = {}
         self._watches: dict[str, asyncio.Future] = {}
+        self._sharing: dict[str, tuple[CostModel, bool]] = {}
         self._version = 0
         self._outstanding: dict[str, int] = {}
         self._prompt_engine: dict[int, str] = {}
@@ -75,15 +77,16 @@ class BuiltinBackend(RemoteBackend):
             ) from error
 
     async def fwd_no_grad(self, job: str, batch: Batch, meta: dict, processing: dict) -> dict:
-        outputs = await self._run_ranks(job, batch, meta, processing, backward=False)
-        return {"batch": join_rows([output["batch"] for output in outputs]), "metrics": {}}
+        plan, outputs = await self._run_ranks(job, batch, meta, processing, backward=False)
+        return {"batch": plan.join([output["batch"] for output in outputs]), "metrics": {}}
 
     async def fwd_bwd(self, batch: Batch, meta: dict, processing: dict) -> dict:
-        outputs = await self._run_ranks("policy", batch, meta, processing, backward=True)
+        plan, outputs = await self._run_ranks("policy", batch, meta, processing, backward=True)
         result = {"avg_loss": outputs[0]["avg_loss"], "metrics": outputs[0]["metrics"]}
+        result["micro_batches"] = [output["micro_batches"] for output in outputs]
         result["lr"] = await self._call("policy-0", "learning_rate")
         if "batch" in outputs[0]:
-            result["batch"] = join_rows([output["batch"] for output in outputs])
+            result["batch"] = plan.join([output["batch"] for output in outputs])
         return result
 
     async def step(self) -> dict[str, float]:
@@ -200,22 +203,26 @@ class BuiltinBackend(RemoteBackend):
         names = self._names(job)
         address, port = await self._call(names[0], "address")
         await self._call_all(names, "setup", address, port, num_training_steps)
+        self._sharing[job] = await self._call(names[0], "sharing_cost")
 
     async def _setup_sampling(self) -> None:
         await self._call_all(self._names("sampling"), "setup")
 
-    async def _run_ranks(self, job: str, batch: Batch, meta: dict, processing: dict, *, backward: bool) -> list[dict]:
+    async def _run_ranks(
+        self, job: str, batch: Batch, meta: dict, processing: dict, *, backward: bool
+    ) -> tuple[RankPlan, list[dict]]:
         meta = dict(meta)
         max_tokens = meta.pop("max_token_len_per_gpu")
         names = self._names(job)
-        shards = split_rows(batch, len(names))
+        cost, can_share = self._sharing[job]
+        plan = plan_ranks(batch, len(names), cost, shared=can_share and meta["zorro_train_enable"] is not False)
         calls = {
             name: self._actors[name].run.remote(
                 shard, meta, processing, backward=backward, max_tokens_per_mb=max_tokens
             )
-            for name, shard in zip(names, shards, strict=True)
+            for name, shard in zip(names, plan.split(batch), strict=True)
         }
-        return await self._gather(calls)
+        return plan, await self._gather(calls)
 
     async def _generate_one(self, request: dict) -> dict:
         await self._running.wait()

@@ -2,9 +2,59 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from ..zorro.cost import CostModel
+from ..zorro.groups import find_groups, own_groups
+from ..zorro.plan import balance_ranks
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """Which rows each data-parallel rank takes."""
+
+    rows: list[list[int]]
+    """Row numbers of every rank, ascending; every row is in one."""
+
+    def split(self, batch: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+        """The rows of tensors [B, ...] of every rank."""
+        return [{key: value[rows] for key, value in batch.items()} for rows in self.rows]
+
+    def join(self, shards: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        """What the ranks returned for their rows, in the order of the batch."""
+        place = torch.tensor([row for rows in self.rows for row in rows]).argsort()
+        return {key: value[place] for key, value in join_rows(shards).items()}
+
+
+def plan_ranks(batch: Mapping[str, torch.Tensor], parts: int, cost: CostModel, *, shared: bool) -> RankPlan:
+    """Share rows among ranks so that each has about as much to compute.
+
+    A batch whose rows have been put into micro-batches already (``micro_batch_ids``, counted within each rank's run of
+    rows) is cut into equal runs.
+
+    Args:
+        batch: ``input_ids`` and ``attention_mask`` [B, S], ``prompts`` [B, P]; every tensor has B rows.
+        parts: number of data-parallel ranks.
+        cost: of the model that the rows go through.
+        shared: whether rows with equal prompts share them on a rank.
+
+    Raises:
+        ValueError: the tensors differ in B, there are fewer rows than ranks, or B is not a multiple of ``parts`` where
+            the rows stay in order.
+    """
+    if parts == 1 or "micro_batch_ids" in batch:
+        numbers = {"rows": torch.arange(len(batch["input_ids"]))}
+        return RankPlan([shard["rows"].tolist() for shard in split_rows(numbers | dict(batch), parts)])
+    mask, width = batch["attention_mask"], batch["prompts"].shape[1]
+    lengths = mask.sum(dim=1).tolist()
+    groups = own_groups(lengths)
+    if shared:
+        groups = find_groups(batch["input_ids"], mask, mask[:, :width].sum(dim=1))
+    return RankPlan(balance_ranks(groups, lengths, mask[:, width:].sum(dim=1).tolist(), cost, parts))
 
 
 def split_rows(batch: dict[str, Any], parts: int) -> list[dict[str, Any]]:

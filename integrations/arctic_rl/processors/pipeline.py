@@ -84,8 +84,8 @@ def run_pipeline(
     Returns:
         ``batch``, what the post-processors returned, [B, S] in the order given and exactly 0 outside the attention
         mask, if any ran or there is no loss; with shared prompts also 0 at the columns of ``prompts``. ``metrics``,
-        Python numbers; with a loss ``avg_loss``, that of the whole mini-batch over all ranks; with "loss_only" also
-        ``loss_tensor``, this rank's.
+        Python numbers; with a loss ``avg_loss``, that of the whole mini-batch over all ranks, and ``micro_batches``,
+        how many this rank's rows took; with "loss_only" also ``loss_tensor``, this rank's.
 
     Raises:
         ValueError: the batch or meta lacks something, or contradicts itself.
@@ -112,7 +112,8 @@ def run_pipeline(
         for number in range(micro_batches):
             micro = rows.micro_batch(plan[number], counts, device) if number < len(plan) else rows.stand_in(device)
             run.step(micro, last=number == micro_batches - 1)
-    return run.result(rows, return_tensors)
+    result = run.result(rows, return_tensors)
+    return result if loss_fn is None else result | {"micro_batches": len(plan)}
 
 
 def _planned(

@@ -14,14 +14,12 @@ from typing import Any
 import torch
 
 from ..errors import UnsupportedError
+from ..zorro import WHERE_POSSIBLE
 from ..zorro.self_check import check_once
 from ..zorro.support import SWITCH_OFF, check_can_share, longest_exact_row, reasons_against
 from .model import ModelCall, run_model
 
-__all__ = ["WHERE_POSSIBLE", "Sharing", "check_first_use", "shares_prompts"]
-
-WHERE_POSSIBLE = "where_possible"
-"""``meta["zorro_train_enable"]`` that shares prompts only if the model can."""
+__all__ = ["Sharing", "check_first_use", "shares_prompts"]
 
 _logger = logging.getLogger(__name__)
 _NAMED: weakref.WeakSet = weakref.WeakSet()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
@@ -13,26 +14,37 @@ from .specs import OptimizerSpec, TrainingSpec
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+logger = logging.getLogger(__name__)
+
 GATHER_BYTES = 256 * 2**20
 
 
 def load_model(spec: TrainingSpec) -> PreTrainedModel:
-    """Load ``spec.model_path`` in float32 with the attention back end that keeps packed rows apart.
+    """Load ``spec.model_path`` in float32 with an attention that shares prompts, or keeps packed rows apart.
 
     Raises:
-        UnsupportedError: for a model whose attention cannot be packed exactly.
+        UnsupportedError: for a model whose attention cannot be packed exactly, or that is to share prompts and cannot.
     """
     from transformers import AutoModelForCausalLM
 
     from ..processors.attention import attention_implementation
+    from ..zorro.attention import register_shared_attention
+    from ..zorro.support import check_can_share, reasons_against
 
+    packed = attention_implementation(spec.device)
     model = AutoModelForCausalLM.from_pretrained(
         spec.model_path,
         dtype=torch.float32,
-        attn_implementation=attention_implementation(spec.device),
+        attn_implementation=packed if spec.use_zorro is False else register_shared_attention(),
         trust_remote_code=True,
     )
-    if spec.gradient_checkpointing and spec.role == "policy":
+    training = spec.role == "policy"
+    if spec.use_zorro:
+        check_can_share(model, training=training)
+    elif spec.use_zorro is None and (reasons := list(reasons_against(model, training=training))):
+        logger.warning("prompts are not shared between rollouts: %s", "; ".join(reasons))
+        model.set_attn_implementation(packed)
+    if spec.gradient_checkpointing and training:
         model.gradient_checkpointing_enable(
             gradient_checkpointing_kwargs={"use_reentrant": spec.gradient_checkpointing_use_reentrant}
         )

@@ -56,6 +56,8 @@ class TrainingSpec:
     """Modules to import that register post-processors or losses."""
     loss_fn: str | None
     """A loss of the user's that updates will name; looked up at start-up, so that a wrong name ends the run there."""
+    use_zorro: bool | None = None
+    """Whether prompts are shared between rollouts: True = the model must allow it, None = if it does."""
     policy_loss: bytes | None = field(default=None, repr=False)
     """A loss that updates will carry (``processors.skyrl_losses``), loaded at start-up for the same reason."""
 

@@ -79,6 +79,14 @@ class TrainingWorker:
         self._engine, self._optimizer = initialize_engine(model, self._spec)
         self._scheduler = build_scheduler(self._optimizer, self._spec.optimizer, num_training_steps)
 
+    def sharing_cost(self) -> tuple[Any, bool]:
+        """The model's cost (``zorro.cost.CostModel``), and whether prompts are shared between its rows."""
+        from ..zorro.attention import SHARED_ATTENTION
+        from ..zorro.cost import cost_model
+
+        config = self._engine.module.config
+        return cost_model(config), config._attn_implementation == SHARED_ATTENTION
+
     def run(self, batch: dict, meta: dict, processing: dict, *, backward: bool, max_tokens_per_mb: int) -> dict:
         """Run the pipeline on this rank's rows: see ``processors.pipeline.run_pipeline``."""
         from ..processors.pipeline import run_pipeline

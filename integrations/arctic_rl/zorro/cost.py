@@ -25,12 +25,12 @@ def cost_model(config: Any) -> CostModel:
     """The cost of a transformers model from its config; of a mixture of experts those that a token goes through.
 
     Args:
-        config: a ``PreTrainedConfig`` of a decoder with ``hidden_size``, ``num_hidden_layers``,
-            ``num_attention_heads`` and ``vocab_size``.
+        config: a ``PreTrainedConfig`` of a decoder with ``hidden_size``, ``num_hidden_layers`` and ``vocab_size``.
     """
     text = config.get_text_config()
     known = {name: value for name, value in text.to_dict().items() if isinstance(value, int)}
-    hidden, layers, heads = text.hidden_size, text.num_hidden_layers, text.num_attention_heads
+    hidden, layers = text.hidden_size, text.num_hidden_layers
+    heads = text.num_attention_heads if hasattr(text, "num_attention_heads") else 1
     width = heads * known.get("head_dim", hidden // heads)
     kv_width = width * known.get("num_key_value_heads", heads) // heads
     intermediate = known.get("intermediate_size", 4 * hidden)
