@@ -182,5 +182,5 @@ def runaway(number: int) -> str:
     if number % SLOW_BUILT_IN == 0:
         return f"SELECT instr(hex(zeroblob(40000000)), hex(zeroblob({18_000_000 + number})) || '1')"
     if number % 2:
-        return f"SELECT COUNT(*) FROM sales a, sales b WHERE a.price + b.price = {number} - 1"
+        return f"SELECT COUNT(*) FROM sales a, sales b, sales c WHERE a.price + b.price + c.price = {number}"
     return f"WITH RECURSIVE c(x) AS (SELECT {number} UNION ALL SELECT x + 1 FROM c) SELECT COUNT(*) FROM c"
