@@ -25,12 +25,14 @@ type FailureCause = Literal["timed_out", "out_of_memory", "crashed"]
 RETRY_AFTER_TIMEOUTS = 10.0
 """Time limits after which a query that ran out of time or memory is tried a second and last time."""
 
-_FAILURES = {
+FAILURES = {
     "timed_out": Outcome.TIMED_OUT,
     "out_of_memory": Outcome.OUT_OF_MEMORY,
     # of the stack, as far as SQLite's own limits let anything crash it
     "crashed": Outcome.OUT_OF_MEMORY,
 }
+"""How a query ends whose process had to be killed, or crashed."""
+
 _VOLATILE = re.compile(
     r"\b(?:now|subsec|subsecond|random|randomblob|localtime|current_date|current_time|current_timestamp)\b"
     r"|\b(?:date|time|datetime|julianday|unixepoch)\s*\(\s*\)"
@@ -91,7 +93,7 @@ class ReadResponse:
             return Reading(answer, None, Outcome.SCORER_FAILED, f"{type(failure).__name__}: {failure}")
 
     def failed(self, cause: FailureCause, error: str) -> Reading:
-        return Reading(Answer(sql=None, format_correct=False), None, _FAILURES[cause], error)
+        return Reading(Answer(sql=None, format_correct=False), None, FAILURES[cause], error)
 
     def keep_s(self, result: Reading, runs: int) -> float:
         return 0.0
@@ -129,7 +131,7 @@ class RunQuery:
         return replace(result, columns=(), rows=(), packed_rows=packed)
 
     def failed(self, cause: FailureCause, error: str) -> QueryResult:
-        return QueryResult(_FAILURES[cause], error)
+        return QueryResult(FAILURES[cause], error)
 
     def keep_s(self, result: QueryResult, runs: int) -> float:
         retried = result.outcome in _RETRIED and runs == 1

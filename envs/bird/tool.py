@@ -13,7 +13,7 @@ from .compare import Value
 from .execute import run_query
 from .extract import Answer
 from .outcome import Outcome
-from .parts import FailureCause, Reading, ReadResponse, RunQuery
+from .parts import FAILURES, FailureCause, Reading, ReadResponse, RunQuery
 
 CALL_START, CALL_END = "<sql>", "</sql>"
 
@@ -114,7 +114,7 @@ class LookUp(RunQuery):
         return Look(result.outcome, f"{text}\n({count})", result.seconds)
 
     def failed(self, cause: FailureCause, error: str) -> Look:
-        outcome = Outcome(cause)
+        outcome = FAILURES[cause]
         return Look(outcome, self._why(outcome, error), self.limits.timeout_s)
 
     def _why(self, outcome: Outcome, error: str) -> str:
