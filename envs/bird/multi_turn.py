@@ -44,13 +44,16 @@ class BirdMultiTurnEnv(BirdEnv):
     def __init__(self, env_config: Any = None, extras: Mapping[str, Any] | None = None) -> None:
         """
         Raises:
-            ValueError: as `BirdEnv`, and where `extras` has no number of turns.
+            ValueError: as `BirdEnv`, and where `extras` has no number of turns, or less than 2.
             FileNotFoundError: the database does not exist.
         """
         super().__init__(env_config, extras)
         turns = extras.get("max_turns") if extras is not None else None
-        if isinstance(turns, bool) or not isinstance(turns, int) or turns < 1:
-            raise ValueError(f"max_turns={turns!r} in extras must be a whole number of turns; set generator.max_turns")
+        if isinstance(turns, bool) or not isinstance(turns, int) or turns < 2:
+            raise ValueError(
+                f"max_turns={turns!r} in extras must be a whole number of at least 2, or there is no turn before the "
+                "answer: write generator.max_turns=2 or more, or choose the environment bird"
+            )
         self.max_turns = turns
         self.tool_calls = 0
         self.tool_errors = 0
@@ -64,7 +67,7 @@ class BirdMultiTurnEnv(BirdEnv):
 
     def init(self, prompt: list[dict[str, str]]) -> tuple[list[dict[str, str]], dict[str, Any]]:
         """Returns the prompt with `TOOL_INSTRUCTIONS` at the end of its system message, which is added if missing."""
-        if not self.config.explain_tool or self.max_turns == 1:
+        if not self.config.explain_tool:
             return prompt, {}
         text = TOOL_INSTRUCTIONS.format(turns=self.max_turns, rows=self.config.tool_max_rows)
         first = prompt[0] if len(prompt) > 0 else {}

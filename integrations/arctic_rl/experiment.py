@@ -84,7 +84,11 @@ class ArcticExpMixin:
         )
         environment = self.cfg.environment
         check_environment_rows(
-            dataset, vars(environment.skyrl_gym), default_env_class=environment.env_class, setting=setting
+            dataset,
+            vars(environment.skyrl_gym),
+            default_env_class=environment.env_class,
+            max_turns=self.cfg.generator.max_turns,
+            setting=setting,
         )
         return dataset
 

@@ -164,6 +164,7 @@ def check_environment_rows(
     env_settings: Mapping[str, Any],
     *,
     default_env_class: str,
+    max_turns: int | None = None,
     env_class_key: str = "env_class",
     setting: str = "data.train_data",
 ) -> None:
@@ -175,11 +176,13 @@ def check_environment_rows(
         dataset: the prompts that are kept.
         env_settings: by environment id, its settings; ids of other environments are passed over.
         default_env_class: the environment of rows that name none, SkyRL's ``environment.env_class``.
+        max_turns: SkyRL's ``generator.max_turns``; None = not looked at.
         env_class_key: column, as in SkyRL.
         setting: the dotted name of the setting that the dataset comes from, for error messages.
 
     Raises:
         ConfigError: ``default_env_class`` is one of ours and every row names another one of ours.
+        ConfigError: rows of bird_multi_turn with ``max_turns`` below 2.
         ConfigError: the first ten problems, a line each; rows are counted from 0 among the prompts that are kept.
     """
     from skyrl_arctic_rl.envs.bird.check_dataset import ENV_IDS, require_valid_rows
@@ -196,6 +199,11 @@ def check_environment_rows(
             "envs.bird.preprocess for instance, or leave environment.env_class out"
         )
     env_ids = [default_env_class if env_id is None else env_id for env_id in env_ids]
+    if "bird_multi_turn" in env_ids and max_turns is not None and max_turns < 2:
+        raise ConfigError(
+            f"generator.max_turns={max_turns} leaves bird_multi_turn, which rows of {setting} take, no turn before "
+            "the answer: write 2 or more, or choose the environment bird"
+        )
     for env_id in sorted(ENV_IDS.intersection(env_ids)):
         rows = (
             {**row, "env_class": row_env_id if row_env_id == env_id else ""}

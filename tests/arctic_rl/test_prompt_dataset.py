@@ -243,6 +243,15 @@ def test_settings_are_read_as_those_of_the_rows_own_environment(tmp_path, tokeni
         check(tmp_path, tokenizer, rows, {"bird_multi_turn": {"tool_max_rows": 0}})
 
 
+def test_one_turn_is_too_few_for_bird_multi_turn(tmp_path, tokenizer):
+    make_databases(tmp_path, ["one"])
+    file = write_parquet(tmp_path / "rows.parquet", bird_rows(tmp_path, 2, ("one",), env_class="bird_multi_turn"))
+    dataset = make_prompt_dataset(file, tokenizer, max_prompt_length=20)
+    check_environment_rows(dataset, {"bird_multi_turn": {}}, default_env_class="gsm8k", max_turns=2)
+    with pytest.raises(ConfigError, match=r"generator\.max_turns=1 leaves bird_multi_turn"):
+        check_environment_rows(dataset, {"bird_multi_turn": {}}, default_env_class="gsm8k", max_turns=1)
+
+
 def test_an_environment_of_ours_that_no_row_takes_is_told(tmp_path, tokenizer):
     make_databases(tmp_path, ["one"])
     rows = bird_rows(tmp_path, 2, ("one",))

@@ -42,6 +42,7 @@ STEP_WISE = {
     "generator.inference_engine.num_engines": 2,
     "trainer.arctic_rl.max_cpu_workers": 6,
     "trainer.arctic_rl.cpu_threads": 1,
+    "trainer.eval_interval": 2,
 }
 
 
@@ -79,6 +80,8 @@ def test_tool_output_is_in_the_rows_and_out_of_the_loss(tmp_path, changes):
         assert 1 < line["environment/turns"] <= TURNS
         assert line["generate/avg_assistant_tokens"] < line["generate/avg_num_tokens"]
         assert line["generate/scoring_failed"] == 0
+    evaluated = [line for line in read_lines(tmp_path / "logs" / "metrics.jsonl") if "eval/all/avg_score" in line]
+    assert bool(evaluated) == ("trainer.eval_interval" in changes)
     steps = read_lines(tmp_path / "logs" / "optimizer_steps.jsonl")
     assert [step["optimizer_step"] for step in steps] == [1, 2, 3, 4]
     assert all(steps[i]["ratio_max_deviation"] < 1e-4 for i in (0, 2)), "the first mini-batch of each batch"
