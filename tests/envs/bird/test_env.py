@@ -149,6 +149,28 @@ def test_the_longest_step_counts_every_query(row):
     assert make(row, timeout_s=4).max_step_s == 12
 
 
+ENDLESS = "WITH RECURSIVE c(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM c) SELECT count(*) FROM c"
+
+
+@pytest.mark.parametrize("gold, timed_out", [(ENDLESS, 1.0), ("SELECT * FROM nowhere", 0.0)])
+def test_a_failing_gold_is_counted_by_its_cause_and_has_no_accuracy(row, gold, timed_out):
+    row["reward_model"]["ground_truth"] = gold
+    env = make(row, timeout_s=0.2)
+    output = env.step(RIGHT)
+    assert output["metadata"]["judged"] is False
+    metrics = env.get_metrics()
+    assert metrics["outcome/gold_failed"] == 1.0 and metrics["gold_timed_out"] == timed_out
+    assert not any(name.startswith("execution_accuracy") for name in metrics)
+
+
+def test_an_empty_gold_is_counted(row):
+    for gold, empty in (("SELECT 1 WHERE 0", 1.0), (GOLD, 0.0)):
+        row["reward_model"]["ground_truth"] = gold
+        env = make(row)
+        env.step(RIGHT)
+        assert env.get_metrics()["gold_empty"] == empty
+
+
 def test_metrics_are_means_with_stable_keys(row):
     def metrics_of(response, gold=GOLD):
         env = make({**row, "reward_model": {"ground_truth": gold}}, comparison="multiset")

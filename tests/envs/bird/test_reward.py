@@ -78,6 +78,36 @@ def test_scores(shop_db, name):
         assert record["judged"] is True and record["comparison"] == "set"
 
 
+AS_WRITTEN = [
+    "SELECT id FROM t -- all rows",
+    "SELECT id FROM t; -- done",
+    "SELECT id, speed_limit FROM t",
+    "SELECT id FROM t WHERE id NOT IN (SELECT id FROM t LIMIT 10)",
+    "SELECT id FROM t LIMIT\r\n7",
+    "VALUES (1),(2)",
+    "WITH RECURSIVE c(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM c WHERE x < 9) SELECT x FROM c",
+]
+
+
+@pytest.mark.parametrize("sql", AS_WRITTEN)
+def test_a_query_is_never_added_to_and_equals_itself(shop_db, sql):
+    record = compute_score("bird", formatted(sql), sql, {"db_path": str(shop_db)})
+    connection = sqlite3.connect(shop_db)
+    rows = len(connection.execute(sql.partition(";")[0]).fetchall())
+    connection.close()
+    assert (record["score"], record["row_count"], record["gold_row_count"]) == (1.0, rows, rows)
+
+
+def test_what_is_forbidden_earns_nothing_in_any_format(shop_db):
+    from .test_execute import HOSTILE
+
+    assert len(HOSTILE) >= 50
+    for sql in HOSTILE:
+        for response in (formatted(sql), unformatted(sql)):
+            score = score_response(response, [GOLD], str(shop_db), CONFIG)
+            assert (score.outcome, score.reward, score.judged) == (Outcome.FORBIDDEN, 0.0, True), sql
+
+
 def test_a_time_out_earns_nothing(shop_db):
     score = score_sql(ENDLESS, [GOLD], str(shop_db), BirdEnvConfig(timeout_s=0.2))
     assert (score.outcome, score.reward, score.execution_success) == (Outcome.TIMED_OUT, 0.0, False)
