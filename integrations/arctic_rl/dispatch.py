@@ -355,6 +355,7 @@ class ArcticDispatch:
             "global_batch_size": rows,
             "dp_size": self._backend.dp_size(model),
             "calculate_entropy": True,
+            "response_logprobs_only": True,
             **self._logits_meta,
             **self._sharing_meta,
         }

@@ -221,6 +221,7 @@ class TestForwardBackward:
             "global_batch_size": 2,
             "dp_size": 2,
             "calculate_entropy": True,
+            "response_logprobs_only": True,
             "logits_compute_in_fp32": True,
             "logits_compute_from_fp32_inputs": False,
             "zorro_train_enable": "where_possible",
@@ -450,7 +451,7 @@ class TestSkyRLsOwnLoop:
         backend = InProcessBackend(models, ranks={"policy": ranks, "ref": ranks})
         cfg = config(*settings)
         trainer = skyrl_trainer(dispatch_to(backend, *settings), cfg)
-        batch = trainer.fwd_logprobs_values_reward(self.batch(2))
+        batch = trainer.fwd_logprobs_values_reward(self.batch(4))
         metrics = trainer._execute_training_step("policy", batch)
         assert [name for name in backend.names() if name in ("fwd_bwd", "step")] == ["fwd_bwd", "step"] * 2
 

@@ -4,6 +4,7 @@ B rows, S = P + R width, b rows of one micro-batch. Response tensors may come [B
 """
 
 import copy
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -55,7 +56,15 @@ class MicroBatch:
 class RowBatch:
     """A checked batch: contiguous rows, tensors of one row count, and one effective loss mask."""
 
-    def __init__(self, batch: Mapping[str, Any], meta: Mapping[str, Any], *, pack: bool, share: bool = False):
+    def __init__(
+        self,
+        batch: Mapping[str, Any],
+        meta: Mapping[str, Any],
+        *,
+        pack: bool,
+        share: bool = False,
+        responses_only: bool = False,
+    ):
         """Read a batch of the wire format.
 
         Args:
@@ -65,10 +74,11 @@ class RowBatch:
             meta: tensors of B rows are split with them, everything else is shared.
             pack: lay rows end to end, by token budget; else one micro-batch as it is.
             share: give the model what several rows of a micro-batch begin with once; needs ``pack``.
+            responses_only: packed tokens of prompts get no log-prob; those of shared prompts never do.
 
         Raises:
             ValueError: a tensor is missing, or contradicts the others.
-            UnsupportedError: prompts are to be shared, and the effective mask holds tokens of prompts.
+            UnsupportedError: tokens of prompts get no log-prob, and the effective mask holds some.
         """
         self._batch = {name: _as_tensor(value) for name, value in batch.items()}
         self._meta = {name: _as_tensor(value) for name, value in meta.items()}
@@ -83,6 +93,7 @@ class RowBatch:
             raise ValueError("the batch has no 'attention_mask'; rows cannot be told from padding without it")
         self._pack = pack or self.packed_input is not None
         self._share = share
+        self._responses_only = share or (responses_only and self._pack)
 
         ids = self._batch["input_ids"]
         mask = self._batch["attention_mask"]
@@ -138,11 +149,14 @@ class RowBatch:
         return self.width - self.response_len
 
     def _scored_tokens(self) -> torch.Tensor:
-        """[B]: tokens of each row that have a log-prob: all but the first; with shared prompts, of the response."""
-        if not self._share:
-            return (self.lengths - 1).clamp(min=0)
+        """[B]: tokens of each row that have a log-prob."""
         mask = self._batch["attention_mask"].bool()
-        return (mask & (mask.cumsum(dim=1) > 1))[:, self._prompt_width :].sum(dim=1)
+        return (mask & (mask.cumsum(dim=1) > 1) & self._scored_columns(mask)).sum(dim=1)
+
+    def _scored_columns(self, mask: torch.Tensor) -> torch.Tensor:
+        """[S], bool: the columns that get log-probs."""
+        first = self._prompt_width if self._responses_only else 0
+        return torch.arange(mask.shape[1], device=mask.device) >= first
 
     def _given_plan(self, ids: Any) -> list[list[int]]:
         """Rows by their number in ``micro_batch_ids``, which count from 0."""
@@ -164,17 +178,21 @@ class RowBatch:
             num_tokens = float(self.loss_mask[index].double().sum())
             batch["loss_mask"] = self._of_rows("loss_mask", self.loss_mask, index, device)
         ids, mask = batch["input_ids"], batch["attention_mask"]
+        return MicroBatch(rows, self._model_rows(plan, ids, mask), batch, own_meta, num_tokens)
+
+    def _model_rows(self, plan: RowPlan, ids: torch.Tensor, mask: torch.Tensor) -> ModelRows:
         if plan.groups is not None:
-            model_rows = share_rows(ids, mask, plan.groups, self._prompt_width)
-        elif self.packed_input is not None:
-            model_rows = rows_of_packed(
-                self.packed_input.input_ids.to(device), self.packed_input.cu_seqlens.to(device)
-            )
-        elif self._pack:
-            model_rows = pack_rows(ids, mask)
-        else:
-            model_rows = PaddedRows(ids, mask, _positions(mask))
-        return MicroBatch(rows, model_rows, batch, own_meta, num_tokens)
+            return share_rows(ids, mask, plan.groups, self._prompt_width)
+        if not self._pack:
+            return PaddedRows(ids, mask, _positions(mask))
+        packed = pack_rows(ids, mask)
+        if self.packed_input is not None:
+            given = self.packed_input
+            packed = rows_of_packed(given.input_ids.to(ids.device), given.cu_seqlens.to(ids.device))
+        if self._responses_only and len(packed.flat_index):
+            scored = self._scored_columns(mask).expand(packed.shape)
+            packed = dataclasses.replace(packed, scored=packed.pack(scored))
+        return packed
 
     def stand_in(self, device: Any) -> MicroBatch:
         """A micro-batch that keeps a rank's collective calls in step and carries no loss."""
@@ -247,10 +265,11 @@ class RowBatch:
         if outside.any():
             raise ValueError(f"{name} is set outside attention_mask in row {int(outside.int().argmax())}")
         of_prompts = (mask[:, : self._prompt_width] != 0).any(dim=1)
-        if self._share and of_prompts.any():
+        if self._responses_only and of_prompts.any():
+            key = "zorro_train_enable" if self._share else "response_logprobs_only"
             raise UnsupportedError(
-                f"{name} is set within the prompt of row {int(of_prompts.int().argmax())}, and shared prompts have no "
-                "log-probs: leave meta['zorro_train_enable'] out, or leave 'prompts' out of the batch"
+                f"{name} is set within the prompt of row {int(of_prompts.int().argmax())}, and with meta[{key!r}] "
+                "prompts have no log-probs: leave that out, or leave 'prompts' out of the batch"
             )
         return mask
 

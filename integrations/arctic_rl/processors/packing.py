@@ -37,6 +37,8 @@ class PackedRows:
     last tokens are there only because a model needs some, and belong to no row."""
     shape: tuple[int, int]
     """(b, S)."""
+    scored: torch.Tensor | None = None
+    """[T], bool: the tokens that get a log-prob; None = all but each segment's first."""
 
     def unpack(self, values_T: torch.Tensor) -> torch.Tensor:
         """[T, ...] to [b, S, ...], exactly 0 outside the rows; differentiable."""

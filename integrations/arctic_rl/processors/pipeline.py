@@ -69,8 +69,9 @@ def run_pipeline(
             packed already: ``input_ids`` [1, T] and ``cu_seqlens`` (here or in ``meta``), token tensors [1, T].
         meta: ``temperature`` (required for log-probs), ``batch_num_tokens``, ``global_batch_size`` and ``dp_size`` of
             the whole mini-batch over all ranks (all given, or counted), ``calculate_entropy``, ``actor_config``,
-            ``policy_loss_config``, ``logits_*`` (:class:`LogitsSettings`), ``zorro_*`` (:mod:`.prompt_sharing`), and
-            whatever processors read.
+            ``policy_loss_config``, ``logits_*`` (:class:`LogitsSettings`), ``zorro_*`` (:mod:`.prompt_sharing`),
+            ``response_logprobs_only`` (True: packed prompts get no log-probs, which saves their share of the LM head),
+            and whatever processors read.
         processing: ``post``, a list of names; ``loss_fn``, a name, required unless backward is False; ``config``,
             handed to the loss.
         device: where micro-batches go.
@@ -83,7 +84,8 @@ def run_pipeline(
 
     Returns:
         ``batch``, what the post-processors returned, [B, S] in the order given and exactly 0 outside the attention
-        mask, if any ran or there is no loss; with shared prompts also 0 at the columns of ``prompts``. ``metrics``,
+        mask, if any ran or there is no loss; with shared prompts, and with ``response_logprobs_only``, log-probs and
+        entropy are 0 at the columns of ``prompts`` as well. ``metrics``,
         Python numbers; with a loss ``avg_loss``, that of the whole mini-batch over all ranks, and ``micro_batches``,
         how many this rank's rows took; with "loss_only" also ``loss_tensor``, this rank's.
 
@@ -125,7 +127,7 @@ def _planned(
     """
     failure = own = None
     try:
-        rows = RowBatch(batch, meta, pack=pack, share=share is not None)
+        rows = RowBatch(batch, meta, pack=pack, share=share is not None, responses_only=_responses_only(meta))
         if share is not None:
             share.check_lengths(rows.lengths)
         plan = rows.plan(max_tokens_per_mb)
@@ -242,6 +244,13 @@ def _check_request(processing: Mapping[str, Any], backward: Any) -> None:
         raise UnsupportedError(f"processing['post']={processing['post']!r} must be a list of names")
     if processing.get("loss_fn") is None and backward is not False:
         raise UnsupportedError(f"backward={backward!r} needs processing['loss_fn']; name one, or pass backward=False")
+
+
+def _responses_only(meta: Mapping[str, Any]) -> bool:
+    wanted = meta.get("response_logprobs_only", False)
+    if not isinstance(wanted, bool):
+        raise UnsupportedError(f"meta['response_logprobs_only']={wanted!r} must be True or False")
+    return wanted
 
 
 def _model_call(

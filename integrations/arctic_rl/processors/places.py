@@ -44,6 +44,8 @@ class Places:
             return
         if isinstance(rows, PackedRows):
             self.targets, self.predicts = next_token_targets(rows.input_ids[0], rows.position_ids[0])
+            if rows.scored is not None:
+                self.predicts[:-1] &= rows.scored[1:]
         else:
             self.targets, self.predicts = _padded_targets(rows)
         self.shape = tuple(rows.input_ids.shape)

@@ -374,7 +374,7 @@ def test_loss_only_returns_a_tensor_to_differentiate(qwen):
     expected = gradients(qwen)
     other, engine = train(qwen, batch, max_tokens_per_mb=20, backward="loss_only")
     assert engine.backward_calls == 0
-    assert set(other) == {"avg_loss", "metrics", "loss_tensor"}
+    assert set(other) == {"avg_loss", "metrics", "loss_tensor", "micro_batches"}
     assert other["loss_tensor"].requires_grad
     assert other["loss_tensor"].item() == pytest.approx(result["avg_loss"], rel=1e-6)
     assert other["avg_loss"] == result["avg_loss"]
@@ -396,7 +396,7 @@ def test_results_hold_what_was_asked_for(qwen):
     nothing = run_pipeline(engine, (), batch, {}, {"post": ["identity"]}, "cpu", backward=False)
     assert nothing == {"batch": {}, "metrics": {}}
     both = run_pipeline(engine, (), batch, meta, {"post": ["compute_entropy"], "loss_fn": "grpo"}, "cpu")
-    assert set(both) == {"batch", "metrics", "avg_loss"}
+    assert set(both) == {"batch", "metrics", "avg_loss", "micro_batches"}
     assert set(both["batch"]) == {"entropy"}
     assert all(type(value) is float for value in both["metrics"].values())
     assert qwen.training

@@ -143,6 +143,34 @@ def test_forward(qwen, side: str, logits: str):
         assert (outputs["shared"][key][~kept] == 0).all()
 
 
+@pytest.mark.parametrize("logits", MODES)
+def test_without_sharing_prompts_can_be_left_out_of_the_head(qwen, logits: str):
+    batch = training_batch([3, 1, 4, 2], 6)
+    only = {"response_logprobs_only": True, "logits_optimization": logits}
+    processing = {"post": ["compute_entropy_and_logprobs"]}
+    ours, theirs = (
+        update(qwen, batch, meta, processing, backward=False)[0]["batch"]
+        for meta in (only, {"logits_optimization": logits})
+    )
+    kept = wide(batch, "response_mask").bool()
+    for key in ("logprobs", "entropy"):
+        assert (ours[key] - theirs[key] * kept).abs().max() < 1e-6
+        assert (ours[key][~kept] == 0).all()
+        assert (theirs[key] * ~kept).abs().max() > 0
+    config = {"entropy_coeff": 0.02, "use_kl_loss": True}
+    result, _ = update(qwen, batch, only, {"loss_fn": "grpo", "config": config})
+    grads = gradients(qwen)
+    expected, _ = update(qwen, batch, {}, {"loss_fn": "grpo", "config": config})
+    assert result["avg_loss"] == pytest.approx(expected["avg_loss"], rel=1e-5, abs=1e-6)
+    assert result["metrics"] == pytest.approx(expected["metrics"], rel=1e-5, abs=1e-6)
+    assert all((grads[name] - value).norm() <= 1e-5 * value.norm() for name, value in gradients(qwen).items())
+    with pytest.raises(UnsupportedError, match=r"loss_mask is set within the prompt.*response_logprobs_only"):
+        broad = {name: wide(batch, name).float() for name in RESPONSE_TENSORS} | {"loss_mask": batch["attention_mask"]}
+        update(qwen, batch | broad, only, {"loss_fn": "sft"})
+    with pytest.raises(UnsupportedError, match=r"response_logprobs_only'\]=1"):
+        update(qwen, batch, {"response_logprobs_only": 1}, {"loss_fn": "sft"})
+
+
 def test_a_window_that_holds_the_end_of_prompts(qwen):
     """As SkyRL's forward pass asks for: the same number of columns of every row, whatever its response's length."""
     batch = training_batch([4, 3, 4], 8)
