@@ -12,7 +12,7 @@ from .compare import ComparisonMode
 from .execute import ExecutionLimits
 from .tolerance import Tolerance
 
-WORKER_BASE_MB = 96
+WORKER_BASE_MB = 192
 """Private memory in MiB that a scoring process may hold before its first query."""
 
 _MODES = ("set", "multiset", "ordered")

@@ -269,6 +269,15 @@ def test_a_worker_that_keeps_memory_is_replaced(envs, make_pool, work, ran):
     assert len(ran()[1]) == 3 and pool.counters["out_of_memory"] == 0
 
 
+def test_a_worker_whose_modules_take_half_of_the_limit_stays(envs, make_pool, work, ran, tmp_path, monkeypatch):
+    (tmp_path / "filling_module.py").write_text("held = bytearray(100 << 20)\n", encoding="ascii")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    pool = make_pool(workers=1, memory_limit_mb=220, modules=["filling_module"])
+    for _ in range(4):
+        step(pool, envs.PartsEnv(), [work("a")])
+    assert len(ran()[1]) == 1
+
+
 def test_workers_can_be_started_before_they_are_needed(envs, make_pool, work, ran):
     pool = make_pool(workers=3)
     began = time.monotonic()

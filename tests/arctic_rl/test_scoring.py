@@ -203,7 +203,7 @@ def test_an_own_limit_that_is_no_number_of_seconds_is_refused(envs, make_pool, l
 
 
 def test_a_worker_for_bird_is_small_and_outlives_birds_own_limits(envs, make_pool, tmp_path):
-    from envs.bird.config import BirdEnvConfig
+    from envs.bird.config import WORKER_BASE_MB, BirdEnvConfig
     from envs.bird.env import BirdEnv
 
     database = tmp_path / "one.sqlite"
@@ -226,17 +226,17 @@ def test_a_worker_for_bird_is_small_and_outlives_birds_own_limits(envs, make_poo
             env(timeout_s=5.0, max_compared_rows=2), "step", "SELECT 1 UNION SELECT 2 UNION SELECT 3"
         )
         assert pool.process_ids() == workers
-        looks = [await pool.call(envs.TroubleEnv(), name) for name in ("modules", "resident_mb", "thread_variable")]
-        return [right, endless, large], looks
+        looks = ("modules", "resident_mb", "private_mb", "thread_variable")
+        return [right, endless, large], [await pool.call(envs.TroubleEnv(), name) for name in looks]
 
-    steps, (modules, resident_mb, threads) = asyncio.run(run())
+    steps, (modules, resident_mb, private_mb, threads) = asyncio.run(run())
     assert [step["metadata"]["outcome"] for step in steps] == ["ok", "timed_out", "too_large"]
     assert pool.counters["timed_out"] == 0 and pool.counters["in_thread"] == 0
     assert pool.busy_seconds > 1.5
     top = {name.split(".")[0] for name in modules}
     assert "skyrl_gym" in top
     assert not top & {"torch", "skyrl", "vllm", "deepspeed", "ray", "transformers", "datasets"}
-    assert resident_mb < 200
+    assert resident_mb < 200 and private_mb < WORKER_BASE_MB
     assert threads == "1"
 
 

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
+_ENTRY_BYTES = 1024
+"""What an entry takes beside its pickled result: the key, and its place in the table."""
+
 type Compute = Callable[[int], Awaitable[tuple[bytes, float]]]
 
 
@@ -45,7 +48,7 @@ class SharedResults:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the results kept."""
+        """Bytes of the results kept, the entries' own included."""
         return self._bytes
 
     async def get(self, key: Any, compute: Compute) -> bytes:
@@ -91,11 +94,15 @@ class SharedResults:
 
     def _keep(self, key: Any, kept: _Kept) -> None:
         old = self._kept.pop(key, None)
-        self._bytes += len(kept.packed) - (0 if old is None else len(old.packed))
+        self._bytes += _size(kept) - (0 if old is None else _size(old))
         self._kept[key] = kept
         while self._bytes > self._max_bytes:
             _, dropped = self._kept.popitem(last=False)
-            self._bytes -= len(dropped.packed)
+            self._bytes -= _size(dropped)
+
+
+def _size(kept: _Kept) -> int:
+    return len(kept.packed) + _ENTRY_BYTES
 
 
 def _land(flights: dict[Any, _Flight], key: Any, flight: _Flight) -> None:

@@ -18,7 +18,7 @@ _MB = 1 << 20
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 
 _start_up_error: str | None = None
-_memory_limit_mb: int | None = None
+_worn_above_mb: float | None = None
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Reply:
     seconds: float = 0.0
     """How long it ran."""
     worn: bool = False
-    """The worker still holds so much memory that the next call would have less than half of the limit."""
+    """The worker still holds so much memory that the next call would have less than half of what the first one had."""
 
 
 def private_memory_mb() -> int:
@@ -44,7 +44,7 @@ def private_memory_mb() -> int:
 def initialize_worker(modules: tuple[str, ...], env_modules: list[str], memory_limit_mb: int) -> None:
     """Import what calls will need, then take on the memory limit."""
     # An exception here would end the worker silently, so it is kept and answered to the first call.
-    global _start_up_error, _memory_limit_mb
+    global _start_up_error, _worn_above_mb
     try:
         os.setpgid(0, 0)
         for name in _THREAD_VARIABLES:
@@ -62,7 +62,7 @@ def initialize_worker(modules: tuple[str, ...], env_modules: list[str], memory_l
                 f"memory_limit_mb={memory_limit_mb}; set at least {2 * used_mb}, or import less"
             )
         resource.setrlimit(resource.RLIMIT_DATA, (memory_limit_mb * _MB, memory_limit_mb * _MB))
-        _memory_limit_mb = memory_limit_mb
+        _worn_above_mb = (used_mb + memory_limit_mb) / 2
     except Exception:
         _start_up_error = traceback.format_exc()
 
@@ -89,7 +89,7 @@ def run_call(payload: bytes, backstop_s: float) -> Reply:
         kind, body = "out_of_memory", None
     finally:
         faulthandler.cancel_dump_traceback_later()
-    worn = _memory_limit_mb is not None and private_memory_mb() > _memory_limit_mb / 2
+    worn = _worn_above_mb is not None and private_memory_mb() > _worn_above_mb
     return Reply(kind, body, time.perf_counter() - began, worn)
 
 

@@ -89,6 +89,10 @@ class TroubleEnv:
         status = Path("/proc/self/status").read_text(encoding="ascii")
         return int(next(line for line in status.splitlines() if line.startswith("VmRSS")).split()[1]) // 1024
 
+    def private_mb(self) -> int:
+        status = Path("/proc/self/status").read_text(encoding="ascii")
+        return int(next(line for line in status.splitlines() if line.startswith("VmData")).split()[1]) // 1024
+
     def fail(self) -> None:
         self.touched = True
         raise KeyError("no such table")
