@@ -90,6 +90,14 @@ def step(pool, env, *lists):
     return asyncio.run(pool.call(env, "step", [list(parts) for parts in lists]))
 
 
+def has_workers(pool, count):
+    """Whether so many workers are alive soon."""
+    deadline = time.monotonic() + 30
+    while len(pool.process_ids()) != count and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return len(pool.process_ids()) == count
+
+
 def test_parts_run_in_workers_and_the_step_itself_here(envs, pool, work, ran):
     env = envs.PartsEnv()
     result = step(pool, env, [work("a")], [], [work("sleep 0.2"), work("b"), work("c")])
@@ -182,7 +190,7 @@ def test_a_killed_part_is_answered_for_and_its_answer_shared(envs, make_pool, wo
         assert result["seen"][0][0].startswith(f"{cause}: Work.run() ")
     assert [result["seen"] for result in results[3:]] == [[["did a"], ["did b"]]] * 4
     assert ran()[0].count(trouble) == 1 and pool.counters[cause] == 1
-    assert len(pool.process_ids()) == 2
+    assert has_workers(pool, 2)
 
 
 def test_a_part_that_crashes_its_workers_is_answered_for_too(envs, pool, work, ran):
@@ -284,11 +292,8 @@ def test_workers_can_be_started_before_they_are_needed(envs, make_pool, work, ra
     pool.start()
     pool.start()
     assert time.monotonic() - began < 5
-    deadline = time.monotonic() + 30
-    while len(pool.process_ids()) < 3 and time.monotonic() < deadline:
-        time.sleep(0.05)
+    assert has_workers(pool, 3)
     started = set(pool.process_ids())
-    assert len(started) == 3
     step(pool, envs.PartsEnv(), [work("sleep 0.3") for _ in range(3)])
     assert ran()[1] == started == set(pool.process_ids())
 
@@ -430,7 +435,7 @@ def test_a_query_that_eats_memory_costs_one_sample(pool, database, sql):
     assert bad["score"] == (0.1 if bad["outcome"] == "too_large" else 0.0)
     assert [score["score"] for score in scores] == [1.0, 1.0, 1.0, 1.0, 0.1, 1.0, 0.1]
     again = score_all(pool, [(bird_env(database, gold, **settings), formatted(f"SELECT {i}")) for i in range(8)])
-    assert [score["score"] for score in again] == [0.1] * 8 and len(pool.process_ids()) == 2
+    assert [score["score"] for score in again] == [0.1] * 8 and has_workers(pool, 2)
 
 
 def test_a_database_replaced_during_the_run_is_scored_as_it_is_now(pool, tmp_path):
