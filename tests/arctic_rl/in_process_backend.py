@@ -7,7 +7,7 @@ import torch
 
 from integrations.arctic_rl.backends.base import RemoteBackend
 from integrations.arctic_rl.backends.sharding import join_rows, split_rows
-from integrations.arctic_rl.processors.pipeline import run_pipeline
+from integrations.arctic_rl.processors.pipeline import run_counted
 
 CANNED_METRICS = ("pg_loss", "entropy", "pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", "ratio_max_deviation", "kl_loss")
 
@@ -149,8 +149,9 @@ class InProcessBackend(RemoteBackend):
     def _run(self, job: str, batch: dict, meta: dict, processing: dict, *, backward: bool) -> list[dict]:
         meta = dict(meta)
         max_tokens = meta.pop("max_token_len_per_gpu")
-        return [
-            run_pipeline(
+        results = []
+        for shard in split_rows(batch, self.dp_size(job)):
+            result, micro_batches = run_counted(
                 self._engines[job],
                 (),
                 shard,
@@ -158,11 +159,12 @@ class InProcessBackend(RemoteBackend):
                 processing,
                 "cpu",
                 backward=backward,
+                pack=True,
                 max_tokens_per_mb=max_tokens,
                 return_tensors=True,
             )
-            for shard in split_rows(batch, self.dp_size(job))
-        ]
+            results.append(result | {"micro_batches": micro_batches})
+        return results
 
 
 class _Engine:

@@ -36,7 +36,7 @@ from .registry import (
     register_post_processor,
 )
 
-__all__ = ["register_loss_fn", "register_post_processor", "run_pipeline"]
+__all__ = ["register_loss_fn", "register_post_processor", "run_counted", "run_pipeline"]
 
 _PROCESSING_KEYS = ("post", "loss_fn", "config")
 _NEVER_RETURNED = ("logits", "hidden_states", "lm_head")
@@ -85,14 +85,42 @@ def run_pipeline(
     Returns:
         ``batch``, what the post-processors returned, [B, S] in the order given and exactly 0 outside the attention
         mask, if any ran or there is no loss; with shared prompts, and with ``response_logprobs_only``, log-probs and
-        entropy are 0 at the columns of ``prompts`` as well. ``metrics``,
-        Python numbers; with a loss ``avg_loss``, that of the whole mini-batch over all ranks, and ``micro_batches``,
-        how many this rank's rows took; with "loss_only" also ``loss_tensor``, this rank's.
+        entropy are 0 at the columns of ``prompts`` as well. ``metrics``, Python numbers; with a loss ``avg_loss``,
+        that of the whole mini-batch over all ranks; with "loss_only" also ``loss_tensor``, this rank's.
 
     Raises:
         ValueError: the batch or meta lacks something, or contradicts itself.
         UnsupportedError: a name or setting is unknown, or the model cannot do what is asked.
     """
+    result, _ = run_counted(
+        engine,
+        args,
+        batch,
+        meta,
+        processing,
+        device,
+        backward=backward,
+        pack=pack,
+        max_tokens_per_mb=max_tokens_per_mb,
+        return_tensors=return_tensors,
+    )
+    return result
+
+
+def run_counted(
+    engine: Any,
+    args: tuple,
+    batch: Mapping[str, Any],
+    meta: Mapping[str, Any],
+    processing: Mapping[str, Any],
+    device: str | torch.device,
+    *,
+    backward: bool | Literal["loss_only"],
+    pack: bool,
+    max_tokens_per_mb: int,
+    return_tensors: bool,
+) -> tuple[dict[str, Any], int]:
+    """:func:`run_pipeline`'s result, and how many micro-batches this rank's rows took."""
     _check_request(processing, backward)
     device = torch.device(device)
     posts = [(name, get_post_processor(name)) for name in processing.get("post") or ()]
@@ -114,8 +142,7 @@ def run_pipeline(
         for number in range(micro_batches):
             micro = rows.micro_batch(plan[number], counts, device) if number < len(plan) else rows.stand_in(device)
             run.step(micro, last=number == micro_batches - 1)
-    result = run.result(rows, return_tensors)
-    return result if loss_fn is None else result | {"micro_batches": len(plan)}
+    return run.result(rows, return_tensors), len(plan)
 
 
 def _planned(

@@ -88,10 +88,11 @@ class TrainingWorker:
         return cost_model(config), config._attn_implementation == SHARED_ATTENTION
 
     def run(self, batch: dict, meta: dict, processing: dict, *, backward: bool, max_tokens_per_mb: int) -> dict:
-        """Run the pipeline on this rank's rows: see ``processors.pipeline.run_pipeline``."""
-        from ..processors.pipeline import run_pipeline
+        """Run the pipeline on this rank's rows: the result of ``processors.pipeline.run_pipeline``, and
+        ``micro_batches``, how many the rows took."""
+        from ..processors.pipeline import run_counted
 
-        return run_pipeline(
+        result, micro_batches = run_counted(
             self._engine,
             (),
             batch,
@@ -99,9 +100,11 @@ class TrainingWorker:
             processing,
             self._spec.device,
             backward=backward,
+            pack=True,
             max_tokens_per_mb=max_tokens_per_mb,
             return_tensors=True,
         )
+        return result | {"micro_batches": micro_batches}
 
     def learning_rate(self) -> float:
         """The learning rate that the next optimizer step uses."""
