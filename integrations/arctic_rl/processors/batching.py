@@ -185,10 +185,7 @@ class RowBatch:
             return share_rows(ids, mask, plan.groups, self._prompt_width)
         if not self._pack:
             return PaddedRows(ids, mask, _positions(mask))
-        packed = pack_rows(ids, mask)
-        if self.packed_input is not None:
-            given = self.packed_input
-            packed = rows_of_packed(given.input_ids.to(ids.device), given.cu_seqlens.to(ids.device))
+        packed = pack_rows(ids, mask) if self.packed_input is None else self.packed_input.to(ids.device)
         if self._responses_only and len(packed.flat_index):
             scored = self._scored_columns(mask).expand(packed.shape)
             packed = dataclasses.replace(packed, scored=packed.pack(scored))

@@ -58,8 +58,10 @@ class LogitsSettings:
                 f"{nearest_name(str(self.logits_optimization), modes)}; known: {', '.join(modes)}"
             )
         size = self.logits_optimization_peak_mem_size_in_gib
-        if size is not None and not (isinstance(size, int | float) and size > 0):
-            raise UnsupportedError(f"meta['logits_optimization_peak_mem_size_in_gib']={size!r} must be above 0")
+        if size is not None and (isinstance(size, bool) or not isinstance(size, Real) or not 0 < size < math.inf):
+            raise UnsupportedError(
+                f"meta['logits_optimization_peak_mem_size_in_gib']={size!r} must be a number above 0, in GiB"
+            )
         for name in ("logits_compute_in_fp32", "logits_compute_from_fp32_inputs"):
             if not isinstance(getattr(self, name), bool):
                 raise UnsupportedError(f"meta[{name!r}]={getattr(self, name)!r} must be True or False")

@@ -9,7 +9,8 @@ B rows, S width of the padded batch, b rows of one micro-batch, T tokens of one 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from numbers import Integral
 
 import numpy as np
 import torch
@@ -39,6 +40,11 @@ class PackedRows:
     """(b, S)."""
     scored: torch.Tensor | None = None
     """[T], bool: the tokens that get a log-prob; None = all but each segment's first."""
+
+    def to(self, device: torch.device | str) -> "PackedRows":
+        """The same rows on a device."""
+        moved = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
+        return replace(self, **moved)
 
     def unpack(self, values_T: torch.Tensor) -> torch.Tensor:
         """[T, ...] to [b, S, ...], exactly 0 outside the rows; differentiable."""
@@ -83,11 +89,11 @@ def plan_micro_batches(lengths: Sequence[int] | np.ndarray | torch.Tensor, max_t
         Row numbers of every group, ascending within a group; every row is in one group. No rows give no groups.
 
     Raises:
-        ValueError: a row is longer than the budget, or the budget is not positive.
+        ValueError: a row is longer than the budget, or the budget is not a positive whole number.
     """
     lengths_B = np.asarray(lengths, dtype=np.int64)
-    if max_tokens < 1:
-        raise ValueError(f"max_tokens_per_mb={max_tokens} must be at least 1")
+    if isinstance(max_tokens, bool) or not isinstance(max_tokens, Integral) or max_tokens < 1:
+        raise ValueError(f"max_tokens_per_mb={max_tokens!r} must be a whole number, 1 at least")
     if lengths_B.size and lengths_B.max() > max_tokens:
         row = int(lengths_B.argmax())
         raise ValueError(

@@ -91,5 +91,7 @@ def test_plan_edges():
     assert plan_micro_batches([3, 10, 7], 10) == [[1], [0, 2]]
     with pytest.raises(ValueError, match="row 1 has 11 tokens, more than max_tokens_per_mb=10; set it to at least 11"):
         plan_micro_batches([3, 11], 10)
-    with pytest.raises(ValueError, match="max_tokens_per_mb=0"):
-        plan_micro_batches([], 0)
+    for budget in (0, -3, 8.0, None, True, "8"):
+        with pytest.raises(ValueError, match=f"max_tokens_per_mb={budget!r} must be a whole number"):
+            plan_micro_batches([], budget)
+    assert plan_micro_batches([3, 4], np.int64(7)) == [[0, 1]]

@@ -255,6 +255,13 @@ def test_packed_input_is_run_as_it_is(qwen, qwen_reference):
         assert (logprobs[0] - expected[kept]).abs().max() < 1e-5
 
 
+def test_packed_input_may_have_empty_segments(qwen):
+    ids = torch.arange(9)[None]
+    plain = forward(qwen, {"input_ids": ids, "cu_seqlens": torch.tensor([0, 4, 9])})["batch"]["logprobs"]
+    with_empty = forward(qwen, {"input_ids": ids, "cu_seqlens": torch.tensor([0, 0, 4, 4, 9, 9])})["batch"]["logprobs"]
+    assert torch.equal(with_empty, plain)
+
+
 @pytest.mark.parametrize("mode", AGG_MODES)
 def test_edge_rows_equal_the_reference(qwen, qwen_reference, mode: str):
     """Fully masked rows, one-token responses, zero advantages, extreme ratios: finite, and the reference's."""
@@ -584,7 +591,9 @@ def test_metrics_of_all_kinds(qwen):
         ({"old_log_probs": None}, {}, {}, "the grpo loss needs 'old_log_probs'"),
         ({}, {"logits_optimisation": "none"}, {}, "did you mean 'logits_optimization'"),
         ({}, {"logits_optimization": "memmory"}, {}, "did you mean 'memory'"),
-        ({}, {"logits_optimization_peak_mem_size_in_gib": 0}, {}, "must be above 0"),
+        ({}, {"logits_optimization_peak_mem_size_in_gib": 0}, {}, "must be a number above 0"),
+        ({}, {"logits_optimization_peak_mem_size_in_gib": float("inf")}, {}, "must be a number above 0"),
+        ({}, {"logits_optimization_peak_mem_size_in_gib": True}, {}, "must be a number above 0"),
         ({}, {"logits_compute_in_fp32": "yes"}, {}, "must be True or False"),
         ({}, {"zorro_train_enable": True}, {}, "zorro_train_enable"),
         ({}, {}, {"backward": "yes"}, "backward='yes'"),
