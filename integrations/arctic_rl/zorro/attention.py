@@ -1,7 +1,8 @@
 """Attention over shared prefixes, registered with transformers under its own name.
 
 The layout of a micro-batch travels as the forward keyword argument ``shared_segments``, part of the call that gradient
-checkpointing repeats. Without it the call is one over packed or padded rows and goes to the attention of those.
+checkpointing repeats. Without it the call is one over packed or padded rows: it goes to the attention of those, or on
+GPUs to the same back ends, for the first of the two passes alone.
 
 For a suffix the softmax over prefix and own past is the merge of two: with lse = log(exp(lse_1) + exp(lse_2)), the
 output is exp(lse_1 - lse) out_1 + exp(lse_2 - lse) out_2. The backward hands the merged output and log-sum-exp to the
@@ -17,7 +18,7 @@ from ..errors import UnsupportedError
 from ..processors.attention import padding_mask_only, varlen_attention_forward
 from .kernels import Kernel, ScoreSettings, choose_kernel
 from .layout import SharedSegments
-from .passes import cross_pass, own_pass
+from .passes import AttentionPass, packed_pass
 
 __all__ = ["SHARED_ATTENTION", "merge", "register_shared_attention", "shared_attention", "shared_attention_forward"]
 
@@ -26,7 +27,7 @@ SHARED_ATTENTION = "arctic_zorro"
 
 _WITHOUT_EFFECT = frozenset(
     {"use_cache", "cache_position", "output_hidden_states", "output_attentions", "output_router_logits", "return_dict"}
-    | {"num_items_in_batch", "position_ids", "deterministic", "logits_to_keep"}
+    | {"num_items_in_batch", "position_ids", "deterministic", "cu_seq_lens_k", "max_length_q", "max_length_k"}
 )
 
 
@@ -52,6 +53,7 @@ def shared_attention_forward(
     sliding_window: int | None = None,
     softcap: float | None = None,
     shared_segments: SharedSegments | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention interface.
@@ -61,6 +63,7 @@ def shared_attention_forward(
         sliding_window: a query sees the keys less than this many positions before it.
         softcap: soft-capping of the scores.
         shared_segments: the layout of the T tokens.
+        cu_seq_lens_q: borders of rows laid end to end, where nothing is shared.
 
     Returns:
         ([1, T, H, D], None).
@@ -68,7 +71,8 @@ def shared_attention_forward(
     Raises:
         UnsupportedError: dropout, attention that is not causal, or an argument that this attention does not know.
     """
-    if shared_segments is None:
+    packed = shared_segments is None and query.is_cuda and cu_seq_lens_q is not None
+    if shared_segments is None and not packed:
         extra = {} if softcap is None else {"softcap": softcap}
         return varlen_attention_forward(
             module,
@@ -80,6 +84,7 @@ def shared_attention_forward(
             scaling=scaling,
             is_causal=is_causal,
             sliding_window=sliding_window,
+            cu_seq_lens_q=cu_seq_lens_q,
             **extra,
             **kwargs,
         )
@@ -90,21 +95,23 @@ def shared_attention_forward(
     for name, setting in kwargs.items():
         if setting is not None and setting is not False and name not in _WITHOUT_EFFECT:
             raise _refused(name, setting)
-    num_tokens = shared_segments.num_tokens
+    num_tokens = query.shape[2] if packed else shared_segments.num_tokens
     if query.shape[0] != 1 or query.shape[2] != num_tokens or key.shape[2] != num_tokens or attention_mask is not None:
         raise ValueError(
             f"shared_segments lay out {num_tokens} tokens without a mask, got queries {list(query.shape)} and keys "
             f"{list(key.shape)}"
         )
-    if sliding_window is not None and shared_segments.longest_row <= sliding_window:
-        sliding_window = None
+    longest_row = kwargs["max_length_q"] if packed else shared_segments.longest_row
     settings = ScoreSettings(
         scale=1 / math.sqrt(query.shape[-1]) if scaling is None else float(scaling),
-        window=sliding_window,
+        window=None if sliding_window is None or longest_row <= sliding_window else sliding_window,
         softcap=softcap,
     )
     kernel = choose_kernel(query.device.type, query.dtype, settings, head_dims=(key.shape[-1], value.shape[-1]))
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    if packed:
+        own = packed_pass(cu_seq_lens_q, longest_row, num_tokens, looping=kernel.looping)
+        return _SharedAttention.apply(q, k, v, own, None, settings, kernel)[None], None
     return shared_attention(q, k, v, shared_segments, settings, kernel)[None], None
 
 
@@ -124,7 +131,7 @@ def shared_attention(
     Returns:
         [T, H, D].
     """
-    return _SharedAttention.apply(q, k, v, segments, settings, kernel)
+    return _SharedAttention.apply(q, k, v, segments.own, segments.cross, settings, kernel)
 
 
 def merge(
@@ -146,40 +153,39 @@ def merge(
 
 class _SharedAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, segments: SharedSegments, settings: ScoreSettings, kernel: Kernel):
-        out, lse = kernel.forward(q, k, v, own_pass(segments), settings)
-        cross = cross_pass(segments)
+    def forward(
+        ctx, q, k, v, own: AttentionPass, cross: AttentionPass | None, settings: ScoreSettings, kernel: Kernel
+    ):
+        out, lse = kernel.forward(q, k, v, own, settings)
         if cross is not None:
-            first, num_keys = segments.suffix_start, segments.prefix_borders[-1]
-            over_prefix = kernel.forward(q[first:], k[:num_keys], v[:num_keys], cross, settings)
-            out[first:], lse[:, first:] = merge(out[first:], lse[:, first:], *over_prefix)
+            suffixes, prefixes = _parts(q, cross)
+            over_prefix = kernel.forward(q[suffixes], k[prefixes], v[prefixes], cross, settings)
+            out[suffixes], lse[:, suffixes] = merge(out[suffixes], lse[:, suffixes], *over_prefix)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.settings = segments, settings, kernel
+        ctx.settings = own, cross, settings, kernel
         return out
 
     @staticmethod
     def backward(ctx, grad_out):
         q, k, v, out, lse = ctx.saved_tensors
-        segments, settings, kernel = ctx.settings
-        grad_q, grad_k, grad_v = kernel.backward(grad_out, q, k, v, out, lse, own_pass(segments), settings)
-        cross = cross_pass(segments)
+        own, cross, settings, kernel = ctx.settings
+        grad_q, grad_k, grad_v = kernel.backward(grad_out, q, k, v, out, lse, own, settings)
         if cross is not None:
-            first, num_keys = segments.suffix_start, segments.prefix_borders[-1]
-            over_prefix = kernel.backward(
-                grad_out[first:],
-                q[first:],
-                k[:num_keys],
-                v[:num_keys],
-                out[first:],
-                lse[:, first:],
-                cross,
-                settings,
-            )
-            grad_q[first:] += over_prefix[0]
-            grad_k[:num_keys] += over_prefix[1]
-            grad_v[:num_keys] += over_prefix[2]
-        return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), None, None, None
+            suffixes, prefixes = _parts(q, cross)
+            queries = grad_out[suffixes], q[suffixes]
+            keys = k[prefixes], v[prefixes]
+            merged = out[suffixes], lse[:, suffixes]
+            over_prefix = kernel.backward(*queries, *keys, *merged, cross, settings)
+            grad_q[suffixes] += over_prefix[0]
+            grad_k[prefixes] += over_prefix[1]
+            grad_v[prefixes] += over_prefix[2]
+        return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), None, None, None, None
+
+
+def _parts(q: torch.Tensor, cross: AttentionPass) -> tuple[slice, slice]:
+    """The suffixes' tokens, which are the last, and those of their prefixes, which are the first."""
+    return slice(len(q) - cross.num_queries, None), slice(cross.num_keys)
 
 
 def _refused(name: str, setting: object) -> UnsupportedError:

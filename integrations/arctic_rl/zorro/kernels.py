@@ -49,6 +49,8 @@ class Kernel:
     """``f(q, k, v, pass, settings) -> (out, lse)``; a query without keys gets 0 and -inf."""
     backward: Callable[..., Grads]
     """``f(grad_out, q, k, v, out, lse, pass, settings) -> (grad_q, grad_k, grad_v)``."""
+    looping: bool = False
+    """Whether it takes one problem of a pass at a time."""
 
 
 def choose_kernel(
@@ -99,7 +101,7 @@ def _looping(name: str, forward: Callable, backward: Callable) -> Kernel:
             grad_v[keys] += grads[2]
         return grad_q, grad_k, grad_v
 
-    return Kernel(name, run_forward, run_backward)
+    return Kernel(name, run_forward, run_backward, looping=True)
 
 
 def _grouped(x: torch.Tensor, num_kv_heads: int) -> torch.Tensor:

@@ -13,11 +13,14 @@ Attention then is two passes: causal inside every segment, and every suffix over
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 import torch
 
 from .groups import RowGroup
+from .passes import AttentionPass, self_pass
 
 __all__ = ["SharedRows", "SharedSegments", "num_shared_tokens", "share_rows"]
 
@@ -53,20 +56,38 @@ class SharedSegments:
         """Where the first suffix starts; T if there is none."""
         return self.suffix_borders[0]
 
-    @property
-    def longest_segment(self) -> int:
-        return int(np.diff(self.borders).max())
+    @cached_property
+    def own(self) -> AttentionPass:
+        """Every segment over itself: queries and keys are all T tokens."""
+        longest = int(np.diff(self.borders).max())
+        return self_pass(list(pairwise(self.borders)), self.cu_segments, longest, self.num_tokens)
 
-    @property
-    def longest_prefix(self) -> int:
-        return int(np.diff(self.prefix_borders).max(initial=0))
+    @cached_property
+    def cross(self) -> AttentionPass | None:
+        """Every suffix over its whole prefix: queries from ``suffix_start`` on, keys up to the last prefix that has
+        suffixes. None where no row has a suffix."""
+        if not self.suffix_prefix:
+            return None
+        first, prefixes = self.suffix_start, list(pairwise(self.prefix_borders))
+        spans = list(pairwise(self.borders))[-len(self.suffix_prefix) :]
+        of_spans = [prefixes[number] for number in self.suffix_prefix]
+        suffixes = [(start - first, stop - first) for start, stop in pairwise(self.suffix_borders)]
+        return AttentionPass(
+            problems=tuple(
+                (start - first, stop - first, *prefix, prefix[1] - prefix[0])
+                for (start, stop), prefix in zip(spans, of_spans, strict=True)
+            ),
+            joined=tuple((*queries, *keys) for queries, keys in zip(suffixes, prefixes, strict=True)),
+            causal=False,
+            cu_q=self.cu_suffixes,
+            cu_k=self.cu_prefixes,
+            max_q=max(stop - start for start, stop in suffixes),
+            max_k=max(stop - start for start, stop in prefixes),
+            num_queries=suffixes[-1][1],
+            num_keys=prefixes[-1][1],
+        )
 
-    @property
-    def most_suffix_tokens(self) -> int:
-        """Most suffix tokens of one prefix."""
-        return int(np.diff(self.suffix_borders).max(initial=0))
-
-    @property
+    @cached_property
     def longest_row(self) -> int:
         """Longest prefix and suffix together, in tokens."""
         num_suffixes = len(self.suffix_prefix)

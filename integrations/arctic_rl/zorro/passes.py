@@ -1,13 +1,12 @@
 """The two passes of attention over a layout, and a loop over their parts for back ends that take one at a time."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
-from .layout import SharedSegments
-
-__all__ = ["AttentionPass", "Block", "blocks", "cross_pass", "own_pass"]
+__all__ = ["AttentionPass", "Block", "blocks", "packed_pass", "self_pass"]
 
 _WINDOWED_BLOCK = 256
 """Queries of one block where a sliding window needs a mask."""
@@ -32,6 +31,10 @@ class AttentionPass:
     """Most queries of one of ``joined``."""
     max_k: int
     """Most keys of one of ``joined``."""
+    num_queries: int
+    """Tq."""
+    num_keys: int
+    """Tk."""
 
 
 @dataclass(frozen=True)
@@ -46,46 +49,33 @@ class Block:
     """[queries, keys] bool instead of ``causal``; None = every key."""
 
 
-def own_pass(segments: SharedSegments) -> AttentionPass:
-    """Every segment over itself, causal: queries and keys are all T tokens."""
-    spans = list(zip(segments.borders[:-1], segments.borders[1:], strict=True))
+def packed_pass(cu_seqlens: torch.Tensor, max_length: int, num_tokens: int, *, looping: bool) -> AttentionPass:
+    """Every segment over itself, from borders alone.
+
+    Args:
+        cu_seqlens: [segments + 1], int32.
+        max_length: longest segment, in tokens.
+        num_tokens: T.
+        looping: whether the back end takes one problem at a time, which brings the borders to the host.
+    """
+    borders = cu_seqlens.tolist() if looping else []
+    return self_pass(list(pairwise(borders)), cu_seqlens, max_length, num_tokens)
+
+
+def self_pass(
+    spans: Sequence[tuple[int, int]], cu_seqlens: torch.Tensor, max_length: int, num_tokens: int
+) -> AttentionPass:
+    """Segments [start, stop) of T tokens over themselves, causal."""
     return AttentionPass(
         problems=tuple((start, stop, start, stop, 0) for start, stop in spans),
         joined=tuple((start, stop, start, stop) for start, stop in spans),
         causal=True,
-        cu_q=segments.cu_segments,
-        cu_k=segments.cu_segments,
-        max_q=segments.longest_segment,
-        max_k=segments.longest_segment,
-    )
-
-
-def cross_pass(segments: SharedSegments) -> AttentionPass | None:
-    """Every suffix over the whole of its prefix: queries from ``suffix_start`` on, keys up to the last such prefix.
-
-    None where no row has a suffix.
-    """
-    if not segments.suffix_prefix:
-        return None
-    first, prefix = segments.suffix_start, segments.prefix_borders
-    suffix_spans = zip(
-        segments.borders[-len(segments.suffix_prefix) - 1 : -1],
-        segments.borders[1:][-len(segments.suffix_prefix) :],
-        strict=True,
-    )
-    problems = tuple(
-        (start - first, stop - first, prefix[number], prefix[number + 1], prefix[number + 1] - prefix[number])
-        for number, (start, stop) in zip(segments.suffix_prefix, suffix_spans, strict=True)
-    )
-    suffixes = [border - first for border in segments.suffix_borders]
-    return AttentionPass(
-        problems=problems,
-        joined=tuple(zip(suffixes[:-1], suffixes[1:], prefix[:-1], prefix[1:], strict=True)),
-        causal=False,
-        cu_q=segments.cu_suffixes,
-        cu_k=segments.cu_prefixes,
-        max_q=segments.most_suffix_tokens,
-        max_k=segments.longest_prefix,
+        cu_q=cu_seqlens,
+        cu_k=cu_seqlens,
+        max_q=max_length,
+        max_k=max_length,
+        num_queries=num_tokens,
+        num_keys=num_tokens,
     )
 
 

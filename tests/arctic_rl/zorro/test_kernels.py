@@ -15,7 +15,7 @@ from integrations.arctic_rl.zorro.attention import merge, shared_attention
 from integrations.arctic_rl.zorro.groups import RowGroup, find_groups, own_groups
 from integrations.arctic_rl.zorro.kernels import KERNELS, ScoreSettings, choose_kernel
 from integrations.arctic_rl.zorro.layout import share_rows
-from integrations.arctic_rl.zorro.passes import blocks, cross_pass, own_pass
+from integrations.arctic_rl.zorro.passes import blocks, packed_pass
 from tests.arctic_rl.zorro.families import rollouts
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-2}
@@ -94,8 +94,18 @@ def test_nothing_shared(kernel: str):
     batch = rollouts([2, 2], 4)
     lengths = batch["attention_mask"].sum(1).tolist()
     rows = share_rows(batch["input_ids"], batch["attention_mask"], own_groups(lengths))
-    assert cross_pass(rows.segments) is None
+    assert rows.segments.cross is None
     check(rows, kernel, ScoreSettings(0.4), torch.float64, (2, 2))
+
+
+def test_borders_alone_make_the_same_pass():
+    batch = rollouts([2, 2], 4)
+    lengths = batch["attention_mask"].sum(1).tolist()
+    own = share_rows(batch["input_ids"], batch["attention_mask"], own_groups(lengths)).segments.own
+    assert packed_pass(own.cu_q, max(lengths), sum(lengths), looping=True) == own
+    borders = packed_pass(own.cu_q, max(lengths), sum(lengths), looping=False)
+    assert borders.problems == borders.joined == ()
+    assert (borders.cu_q is own.cu_q, borders.max_q, borders.num_keys) == (True, max(lengths), sum(lengths))
 
 
 def test_merging_two_softmaxes():
@@ -120,7 +130,7 @@ def test_no_block_holds_a_square_of_all_tokens(window: int | None):
     ids[:, 4096:] = torch.arange(9)[:, None]
     rows = share_rows(ids, torch.ones_like(ids), [RowGroup(tuple(range(9)), 4096)])
     segments = rows.segments
-    for of_pass in (own_pass(segments), cross_pass(segments)):
+    for of_pass in (segments.own, segments.cross):
         for block in blocks(of_pass, window, torch.device("cpu")):
             if block.visible is not None:
                 assert block.visible.numel() <= 256 * (256 + window)

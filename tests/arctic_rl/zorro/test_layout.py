@@ -5,17 +5,16 @@ import torch
 
 from integrations.arctic_rl.zorro.groups import RowGroup, find_groups, own_groups
 from integrations.arctic_rl.zorro.layout import num_shared_tokens, share_rows
-from integrations.arctic_rl.zorro.passes import cross_pass, own_pass
 from tests.arctic_rl.zorro.families import rollouts
 
 
 def visible_tokens(segments) -> list[set[int]]:
     """For every token, the tokens that the two passes let it see."""
     seen = [set() for _ in range(segments.num_tokens)]
-    for first, stop, keys, _, _ in own_pass(segments).problems:
+    for first, stop, keys, _, _ in segments.own.problems:
         for token in range(first, stop):
             seen[token] |= set(range(keys, token + 1))
-    over_prefix = cross_pass(segments)
+    over_prefix = segments.cross
     for first, stop, keys, keys_end, ahead in () if over_prefix is None else over_prefix.problems:
         assert ahead == keys_end - keys
         for token in range(first, stop):

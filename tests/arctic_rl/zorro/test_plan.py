@@ -9,7 +9,6 @@ import torch
 from integrations.arctic_rl.zorro.cost import CostModel, cost_model, group_cost
 from integrations.arctic_rl.zorro.groups import RowGroup, own_groups
 from integrations.arctic_rl.zorro.layout import num_shared_tokens, share_rows
-from integrations.arctic_rl.zorro.passes import cross_pass, own_pass
 from integrations.arctic_rl.zorro.plan import balance_ranks, local_groups, plan_shared_micro_batches
 from tests.arctic_rl.zorro.families import family_model
 
@@ -165,6 +164,6 @@ def test_cost_against_counted_operations(family: str):
     router = 2 * 32 * 4 * 3 * 60 if family in ("qwen3-moe", "mixtral") else 0
     rotary = 2 * 4 * 3 * 60
     assert linear == pytest.approx(expected + router, abs=2 * rotary)
-    keys = {(first, stop): keys_end - keys for first, stop, keys, keys_end, _ in cross_pass(rows.segments).problems}
+    keys = {(first, stop): keys_end - keys for first, stop, keys, keys_end, _ in rows.segments.cross.problems}
     assert sum((stop - first) * number for (first, stop), number in keys.items()) == 900
-    assert len(own_pass(rows.segments).problems) == 4
+    assert len(rows.segments.own.problems) == 4
