@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from loguru import logger
 from skyrl.backends.skyrl_train.distributed.dispatch import WorkerOutput
 from skyrl.backends.skyrl_train.training_batch import TrainingInputBatch, pad_training_input_batch
 
 from .backends.base import RemoteBackend
 from .backends.loop_thread import LoopThread
-from .errors import UnsupportedError
+from .checkpoint import sweep, written_aside
+from .errors import CheckpointError, UnsupportedError
 from .layout import repack_to_verl, response_to_skyrl
 from .loss_config import logits_meta, loss_request, reads_old_logprobs, sharing_meta, skyrl_metrics
 from .micro_batches import micro_batch_counts, skyrl_micro_batch_ids
@@ -264,10 +266,11 @@ class ArcticDispatch:
         return {"sync_weights_only_transfer": self._last_weight_sync_s}
 
     def save_checkpoint(self, model: str, ckpt_dir: str, tokenizer: Any = None, model_id: str | None = None) -> None:
-        """Write the policy's weights, optimizer, schedule and random state, and the tokenizer beside them."""
+        """Write a model's weights and, where it is trained, its optimizer, schedule and random state, beside them the
+        tokenizer; what has been written is whole when this returns."""
         self._refuse_tinker_arguments(None, None, model_id)
-        self._check_model(model, trained=True)
-        self._loop.run(self._backend.save_checkpoint(ckpt_dir))
+        self._check_model(model)
+        self._loop.run(self._backend.save_checkpoint(model, ckpt_dir))
         if tokenizer is not None:
             tokenizer.save_pretrained(f"{ckpt_dir}/huggingface")
 
@@ -283,14 +286,48 @@ class ArcticDispatch:
         load_lr_scheduler_states: bool = True,
         model_id: str | None = None,
     ) -> None:
-        raise UnsupportedError(
-            f"loading the checkpoint {ckpt_dir} is not there yet: write trainer.resume_mode=null to start afresh"
-        )
+        """Take up what ``save_checkpoint`` wrote.
+
+        Settings of the optimizer and its schedule that differ from the checkpoint's run take effect, with a warning.
+
+        Raises:
+            CheckpointError: the checkpoint is damaged, or of another model.
+        """
+        self._refuse_tinker_arguments(None, None, model_id)
+        self._check_model(model)
+        wanted = {"load_optimizer_states": load_optimizer_states, "load_lr_scheduler_states": load_lr_scheduler_states}
+        for name, value in wanted.items():
+            if not value:
+                raise UnsupportedError(f"{name}=False is not served: a checkpoint is loaded as a whole")
+        outcome = self._loop.run(self._backend.load_checkpoint(model, ckpt_dir))
+        if not outcome["same_ranks"]:
+            logger.warning(f"the checkpoint of {model} is of another number of ranks: its random state is left out")
+        if model == "ref":
+            return
+        self._step_log.go_on_behind(outcome["optimizer_steps"])
+        for name, value in outcome["now"].items():
+            if value != outcome["saved"].get(name):
+                logger.warning(f"the optimizer goes on with {name}={value}; it was {outcome['saved'].get(name)}")
 
     def save_hf_model(self, model: str, export_dir: str, tokenizer: Any) -> None:
-        raise UnsupportedError(
-            f"exporting a Hugging Face model to {export_dir} is not there yet: write trainer.hf_save_interval=-1"
-        )
+        """Write the policy as a Hugging Face model folder with its tokenizer: whole, or not there.
+
+        Raises:
+            CheckpointError: it could not be written, with the reason.
+        """
+        self._check_model(model, trained=True)
+        target = Path(export_dir).expanduser().resolve()
+        target.parent.mkdir(parents=True, exist_ok=True)
+        sweep(target.parent)
+        with written_aside(target) as aside:
+            self._loop.run(self._backend.save_hf_model(str(aside / target.name)))
+            if not (aside / target.name / "config.json").is_file():
+                raise CheckpointError(
+                    f"the model that rank 0 wrote to {aside / target.name} cannot be seen here: trainer.export_path "
+                    "must be a folder that every node shares"
+                )
+            if tokenizer is not None:
+                tokenizer.save_pretrained(aside / target.name)
 
     def init_model(self, model: str, model_path: str, num_training_steps: int | None = None) -> None:
         raise UnsupportedError(

@@ -13,6 +13,10 @@ class WorkerDiedError(ArcticError):
     """A training or sampling process ended, or stopped answering, while its result was awaited."""
 
 
+class CheckpointError(ArcticError):
+    """A checkpoint or an export that could not be written, is not whole, or does not fit the run that loads it."""
+
+
 class ConfigError(ArcticError, ValueError):
     """A setting of ours that is unknown, of the wrong type or out of range; one line a problem."""
 

@@ -17,6 +17,10 @@ class StepLog:
         self._count = 0
         self._mini_batch: dict[str, Any] = {}
 
+    def go_on_behind(self, optimizer_steps: int) -> None:
+        """Count on from the steps of the run that this one continues."""
+        self._count = optimizer_steps
+
     def mini_batch(self, result: dict[str, Any], *, num_tokens: int, num_rows: int) -> None:
         """Note the loss and metrics of the mini-batch whose gradient the next step applies."""
         self._mini_batch = {

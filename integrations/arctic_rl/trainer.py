@@ -13,6 +13,7 @@ from .backends.base import RemoteBackend
 from .backends.loop_thread import LoopThread
 from .dispatch import ArcticDispatch
 from .equal_rewards import EqualRewardsMixin
+from .resume import ResumeMixin
 from .served_model import ServedModel
 from .server.schedule import warmup_steps
 from .server_config import optimizer_spec
@@ -21,18 +22,19 @@ from .unjudged import JudgedBaselineMixin
 METRICS_NAME = "metrics.jsonl"
 
 
-class ArcticTrainerMixin(JudgedBaselineMixin, EqualRewardsMixin):
+class ArcticTrainerMixin(ResumeMixin, JudgedBaselineMixin, EqualRewardsMixin):
     """Put before the class of the trainer that an experiment built, ``RayPPOTrainer`` or a recipe's own.
 
-    ``build_models``, ``update_ref_with_policy`` and ``_cleanup_old_checkpoints`` are replaced; the loop, advantages,
-    mini-batches, checkpoints' bookkeeping and logging stay the trainer's own, around which the two base classes mend
-    what rounding and unjudged samples do. ``attach_backend`` comes before ``build_models``.
+    ``build_models`` and ``update_ref_with_policy`` are replaced; the loop, advantages, mini-batches and logging stay
+    the trainer's own, around which the base classes mend what rounding and unjudged samples do, and see to it that a
+    checkpoint is whole and brings everything back. ``attach_backend`` comes before ``build_models``.
     """
 
     def attach_backend(self, backend: RemoteBackend, loop: LoopThread) -> None:
         """Tell the trainer which backend it trains on."""
         self._arctic_backend = backend
         self._arctic_loop = loop
+        self.prepare_resume()
         self.add_callback(MetricsFile(Path(self.cfg.trainer.log_path) / METRICS_NAME))
 
     def build_models(self, PolicyWorker: Any, CriticWorker: Any, RefWorker: Any) -> None:
@@ -67,14 +69,6 @@ class ArcticTrainerMixin(JudgedBaselineMixin, EqualRewardsMixin):
         SkyRL's own writes a Hugging Face model to disk and loads it again.
         """
         self.dispatch.update_reference()
-
-    def _cleanup_old_checkpoints(self) -> None:
-        """Remove old checkpoints where ``max_ckpts_to_keep`` asks for it.
-
-        SkyRL's own starts a task on each node that imports the whole stack, also when every checkpoint is kept.
-        """
-        if self.cfg.trainer.max_ckpts_to_keep >= 0:
-            super()._cleanup_old_checkpoints()
 
 
 class MetricsFile(TrainingCallback):

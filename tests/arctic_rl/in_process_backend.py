@@ -1,6 +1,7 @@
 """A remote backend without a server: records every call, and runs the pipeline in this process where it has models."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -131,8 +132,18 @@ class InProcessBackend(RemoteBackend):
     async def empty_training_cache(self) -> None:
         self._record("empty_training_cache")
 
-    async def save_checkpoint(self, directory: str) -> None:
-        self._record("save_checkpoint", directory)
+    async def save_checkpoint(self, job: str, directory: str) -> None:
+        self._record("save_checkpoint", job, directory)
+
+    async def load_checkpoint(self, job: str, directory: str) -> dict[str, Any]:
+        self._record("load_checkpoint", job, directory)
+        settings = {"lr": self._lr}
+        return {"same_ranks": True, "optimizer_steps": 7, "saved": settings, "now": settings}
+
+    async def save_hf_model(self, directory: str) -> None:
+        self._record("save_hf_model", directory)
+        Path(directory).mkdir()
+        (Path(directory) / "config.json").write_text("{}")
 
     async def node_ids(self) -> list[str]:
         self._record("node_ids")

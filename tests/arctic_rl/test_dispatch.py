@@ -3,6 +3,7 @@
 import asyncio
 import copy
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -524,8 +525,30 @@ class TestSmallCalls:
         dispatch = dispatch_to(backend)
         dispatch.save_checkpoint("policy", str(tmp_path), SimpleNamespace(save_pretrained=saved.append))
         dispatch.finalize_pending_saves("policy")
-        assert backend.calls == [("save_checkpoint", (str(tmp_path),))]
+        assert backend.calls == [("save_checkpoint", ("policy", str(tmp_path)))]
         assert saved == [f"{tmp_path}/huggingface"]
+
+    @pytest.mark.parametrize("model", ["policy", "ref"])
+    def test_checkpoint_taken_up(self, dispatch_to, tmp_path, model):
+        backend = InProcessBackend()
+        dispatch_to(backend).load_checkpoint(model, str(tmp_path))
+        assert backend.calls == [("load_checkpoint", (model, str(tmp_path)))]
+
+    def test_export_appears_as_a_whole(self, dispatch_to, tmp_path):
+        seen = []
+
+        def save_tokenizer(folder):
+            seen.append((tmp_path / "exports" / "policy").exists())
+            (Path(folder) / "tokenizer.json").write_text("{}")
+
+        (tmp_path / "exports" / ".saving-policy-0a1b").mkdir(parents=True)
+        backend = InProcessBackend()
+        target = tmp_path / "exports" / "policy"
+        dispatch_to(backend).save_hf_model("policy", str(target), SimpleNamespace(save_pretrained=save_tokenizer))
+        assert backend.names() == ["save_hf_model"]
+        assert sorted(path.name for path in target.iterdir()) == ["config.json", "tokenizer.json"]
+        assert seen == [False]
+        assert [path.name for path in target.parent.iterdir()] == ["policy"]
 
     def test_calls_handed_on(self, dispatch_to):
         backend = InProcessBackend()
@@ -538,8 +561,15 @@ class TestSmallCalls:
 
 
 REFUSED = {
-    "resume": (lambda d: d.load_checkpoint("policy", "/ckpt/global_step_7"), "resume_mode=null"),
-    "export": (lambda d: d.save_hf_model("policy", "/exports", None), "hf_save_interval=-1"),
+    "weights alone": (
+        lambda d: d.load_checkpoint("policy", "/ckpt/global_step_7", load_optimizer_states=False),
+        "load_optimizer_states=False",
+    ),
+    "no schedule": (
+        lambda d: d.load_checkpoint("policy", "/ckpt/global_step_7", load_lr_scheduler_states=False),
+        "load_lr_scheduler_states=False",
+    ),
+    "export of the reference": (lambda d: d.save_hf_model("ref", "/exports", None), "'ref' is not served"),
     "a new reference": (lambda d: d.init_model("ref", "/exports"), "update_reference"),
     "profiling": (lambda d: d.start_profile("policy"), "torch_profiler_config.enable=false"),
     "profile step": (lambda d: d.profile_step("policy"), "torch_profiler_config.enable=false"),

@@ -82,8 +82,25 @@ class RemoteBackend(ABC):
         """Give cached allocator blocks of the training workers back."""
 
     @abstractmethod
-    async def save_checkpoint(self, directory: str) -> None:
-        """Write weights, optimizer, schedule and random state of every rank below ``directory``."""
+    async def save_checkpoint(self, job: str, directory: str) -> None:
+        """Write all of ``job`` (``policy`` or ``ref``) below ``directory``: weights, and of the policy optimizer,
+        schedule and random state; everything is on the disk when it returns."""
+
+    @abstractmethod
+    async def load_checkpoint(self, job: str, directory: str) -> dict[str, Any]:
+        """Take up what ``save_checkpoint`` wrote, after verifying all of it.
+
+        Returns:
+            ``same_ranks``: whether the random state came back, and of the policy ``optimizer_steps`` taken, ``saved``
+            and ``now``: settings of optimizer and schedule.
+
+        Raises:
+            CheckpointError: something is damaged, or of another model; nothing has been loaded then.
+        """
+
+    @abstractmethod
+    async def save_hf_model(self, directory: str) -> None:
+        """Write the policy's weights and config to ``directory`` as a Hugging Face model."""
 
     @abstractmethod
     async def node_ids(self) -> list[str]:

@@ -15,6 +15,7 @@ from typing import Any
 
 from ..errors import ArcticError, WorkerDiedError
 from ..placement import ClusterDescription, Node, PlacementPlan, PlacementRequest, WorkerPlacement, plan_placement
+from ..server.checkpoint import check_shares
 from ..server.process import RUN_ID_VARIABLE, log_tail
 from ..server.sampling_worker import SamplingWorker
 from ..server.specs import ServerConfig
@@ -140,8 +141,17 @@ class BuiltinBackend(RemoteBackend):
     async def empty_training_cache(self) -> None:
         await self._call_all([*self._names("policy"), *self._names("ref")], "empty_cache")
 
-    async def save_checkpoint(self, directory: str) -> None:
-        await self._call_all(self._names("policy"), "save_checkpoint", directory)
+    async def save_checkpoint(self, job: str, directory: str) -> None:
+        await self._call_all(self._names(job), "save_checkpoint", directory)
+
+    async def load_checkpoint(self, job: str, directory: str) -> dict[str, Any]:
+        names = self._names(job)
+        problems = await self._call_all(names, "checkpoint_problems", directory)
+        check_shares(problems)
+        return (await self._call_all(names, "load_checkpoint", directory))[0]
+
+    async def save_hf_model(self, directory: str) -> None:
+        await self._call_all(self._names("policy"), "save_hf_model", directory)
 
     async def node_ids(self) -> list[str]:
         return sorted(set(await self._call_all(self._names("policy"), "node_id")))

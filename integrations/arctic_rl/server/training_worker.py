@@ -25,6 +25,7 @@ class TrainingWorker:
         self._engine: Any = None
         self._optimizer: Any = None
         self._scheduler: Any = None
+        self._num_training_steps = 0
 
     def address(self) -> tuple[str, int]:
         """An address at which rank 0 can be met."""
@@ -78,6 +79,7 @@ class TrainingWorker:
             return
         self._engine, self._optimizer = initialize_engine(model, self._spec)
         self._scheduler = build_scheduler(self._optimizer, self._spec.optimizer, num_training_steps)
+        self._num_training_steps = num_training_steps
 
     def sharing_cost(self) -> tuple[Any, bool]:
         """The model's cost (``zorro.cost.CostModel``), and whether prompts are shared between its rows."""
@@ -166,21 +168,83 @@ class TrainingWorker:
                 parameters[name].copy_(value)
 
     def save_checkpoint(self, directory: str) -> None:
-        """Write this rank's share of weights, optimizer state, schedule and random state below ``directory``."""
-        import random
+        """Write this rank's share of weights, optimizer state, schedule and random state (``server.checkpoint``)."""
+        from ..random_state import random_state
+        from .checkpoint import persistent_buffers, write_share
 
-        import numpy as np
-        import torch
+        facts: dict[str, Any] = {"role": self._spec.role, "random": random_state()}
+        if self._spec.role == "policy":
+            facts |= {"optimizer_steps": self._scheduler.last_epoch, "settings": self._schedule_settings()}
+        write_share(
+            directory,
+            self._pieces(allocate=False),
+            rank=self._rank,
+            world_size=self._world_size,
+            replicated=self._spec.role == "ref" or self._spec.zero_stage == 0,
+            buffers=persistent_buffers(self._engine.module),
+            facts=facts,
+        )
 
-        client_state = {
-            "scheduler": self._scheduler.state_dict(),
-            "rng": {
-                "python": random.getstate(),
-                "numpy": np.random.get_state(),
-                "torch": torch.get_rng_state(),
-            },
+    def checkpoint_problems(self, directory: str) -> list[str]:
+        """What is damaged in this rank's part of the work of reading all shares, a line each."""
+        from .checkpoint import digest_problems
+
+        return digest_problems(directory, rank=self._rank, world_size=self._world_size)
+
+    def load_checkpoint(self, directory: str) -> dict[str, Any]:
+        """Take up the shares of all ranks, which may have been more or fewer, or of another ZeRO stage.
+
+        Learning rate, weight decay and the like are those of this run's config.
+
+        Returns:
+            ``optimizer_steps``, ``saved`` and ``now``: settings of the schedule and the optimizer; ``same_ranks``:
+            whether the random state came back too. Of a reference model ``same_ranks`` alone.
+
+        Raises:
+            CheckpointError: the checkpoint is of another model.
+        """
+        from ..random_state import set_random_state
+        from .checkpoint import load_pieces, persistent_buffers, read_shares, refresh_model, resume_schedule
+
+        shares = read_shares(directory)
+        module = self._engine.module
+        trained = self._spec.role == "policy"
+        shapes = {
+            name: tuple(value.ds_shape if hasattr(value, "ds_shape") else value.shape)
+            for name, value in module.named_parameters()
+            if value.requires_grad or not trained
         }
-        self._engine.save_checkpoint(directory, tag="deepspeed", client_state=client_state)
+        load_pieces(directory, self._pieces(allocate=True), shapes=shapes, buffers=persistent_buffers(module))
+        outcome: dict[str, Any] = {"same_ranks": len(shares) == self._world_size}
+        if trained:
+            refresh_model(self._engine, self._optimizer, self._spec.zero_stage)
+            steps = shares[0]["optimizer_steps"]
+            resume_schedule(self._scheduler, steps)
+            self._engine.global_steps = steps
+            saved = shares[0]["settings"]
+            outcome |= {"optimizer_steps": steps, "saved": saved, "now": self._schedule_settings()}
+        if outcome["same_ranks"]:
+            set_random_state(shares[self._rank]["random"])
+        return outcome
+
+    def save_hf_model(self, directory: str) -> None:
+        """Write the policy as a Hugging Face model folder (``server.hf_export``); every rank must be called."""
+        from .hf_export import export_model
+
+        export_model(self._engine, self._spec.zero_stage, self._spec.model_path, directory, rank=self._rank)
+
+    def _pieces(self, *, allocate: bool) -> list[Any]:
+        from .checkpoint import engine_pieces, reference_pieces
+
+        if self._spec.role == "ref":
+            return reference_pieces(self._engine.module)
+        return engine_pieces(self._engine, self._optimizer, self._spec.zero_stage, allocate=allocate)
+
+    def _schedule_settings(self) -> dict[str, Any]:
+        import dataclasses
+
+        settings = dataclasses.asdict(self._spec.optimizer)
+        return settings | {"betas": list(self._spec.optimizer.betas), "num_training_steps": self._num_training_steps}
 
     def empty_cache(self) -> None:
         import torch

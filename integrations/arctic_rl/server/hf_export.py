@@ -1,0 +1,62 @@
+"""The policy as a Hugging Face model folder, from any ZeRO stage."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from ..errors import CheckpointError
+
+
+def export_model(engine: Any, zero_stage: int, model_path: str, directory: str | os.PathLike, *, rank: int) -> None:
+    """Write weights, config, generation config and the model's own code, if any, to ``directory``, which is made.
+
+    Every rank must call it; rank 0 holds the whole model in memory and writes. The weights are those that the model
+    computes with, in their dtype: in a bfloat16 run those that training used and the engines were given, not the
+    optimizer's float32 ones. Tied weights are written once, under names of the Hugging Face hub.
+
+    Args:
+        engine: a DeepSpeed engine around a ``transformers`` model.
+        zero_stage: 0, 2 or 3.
+        model_path: folder or hub name that the model was loaded from; its config is written, with the new dtype.
+        directory: the folder.
+        rank: this rank.
+
+    Raises:
+        CheckpointError: the folder could not be written, with the system's reason.
+    """
+    from .engine import full_parameters
+
+    weights = {}
+    for name, value in full_parameters(engine, zero_stage):
+        if rank == 0:
+            weights[name] = value.cpu().clone()
+    if rank == 0:
+        _write(engine.module, weights, model_path, Path(directory))
+
+
+def _write(model: Any, weights: dict[str, Any], model_path: str, folder: Path) -> None:
+    from safetensors import SafetensorError
+    from transformers import AutoConfig
+
+    from .checkpoint import persistent_buffers, sync_file
+
+    config = AutoConfig.from_pretrained(model_path, trust_remote_code=True)
+    config.dtype = next(iter(weights.values())).dtype
+    config.architectures = [type(model).__name__]
+    state = weights | {name: value.cpu() for name, value in persistent_buffers(model).items()}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        model.save_pretrained(folder, state_dict=state)
+        config.save_pretrained(folder)
+        for code in Path(model_path).glob("*.py"):
+            shutil.copy(code, folder)
+        for file in folder.iterdir():
+            sync_file(file)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"the model could not be written to {folder}: {error}; make room there, or give the run another "
+            "trainer.export_path"
+        ) from error
