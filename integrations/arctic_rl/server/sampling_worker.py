@@ -30,7 +30,8 @@ class SamplingWorker:
     """A vLLM engine behind plain async methods; built cheaply, started by ``setup``.
 
     Weights change only while no request is running, and the prefix cache is emptied before the next one starts:
-    a response never mixes two versions. Calls of ``generate`` made meanwhile wait.
+    a response never mixes two versions. Calls of ``generate`` made meanwhile wait. Only requests that ``freeze`` has
+    stopped are not waited for: they go on with the new weights from the token at which they stopped.
 
     As a Ray actor it needs a ``max_concurrency`` above the number of requests that may wait.
     """
@@ -45,6 +46,7 @@ class SamplingWorker:
         self._version = 0
         self._asleep: set[str] = set()
         self._unusable: str | None = None
+        self._frozen = False
         self._running = 0
         self._changed = asyncio.Condition()
         self._exclusive = asyncio.Lock()
@@ -103,7 +105,8 @@ class SamplingWorker:
         Returns:
             ``token_ids`` exactly as sampled, ``logprobs`` (one float a token under the sampled distribution, None
             unless asked for), ``stop_reason`` ("stop", "length" or "abort"), ``text`` (None where ``detokenize`` is
-            off; vLLM's own, which ends at a stop string), ``weight_version``.
+            off; vLLM's own, which ends at a stop string), ``weight_version`` (the one it began with) and
+            ``last_weight_version`` (the one it ended with; another one only if it was frozen meanwhile).
 
         Raises:
             UnsupportedError: for a prompt or parameters that the engine does not accept.
@@ -117,14 +120,33 @@ class SamplingWorker:
         """``generate`` for several requests (dicts of its arguments) in one call; results in the same order."""
         return list(await asyncio.gather(*(self.generate(**request) for request in requests)))
 
-    async def sync_weights(self, path: str, version: int) -> int:
+    async def freeze(self) -> None:
+        """Stop the requests under way where they are, with their tokens and cache, and schedule no new one."""
+        async with self._exclusive:
+            await self._engine_call(self._engine.pause_generation(mode="keep", clear_cache=False))
+            self._frozen = True
+
+    async def thaw(self) -> None:
+        """Let frozen requests go on.
+
+        Raises:
+            ArcticError: after a failed weight sync; they stay frozen.
+        """
+        self._check_usable()
+        await self._engine_call(self._engine.resume_generation())
+        self._frozen = False
+
+    async def sync_weights(self, path: str, version: int, keep_cache: bool = False) -> int:
         """Load the weights that ``write_weights`` left at ``path`` and empty the prefix cache.
 
-        Waits for the requests under way; names, shapes and dtype are compared before any tensor is applied.
+        Waits for the requests under way unless they are frozen; names, shapes and dtype are compared before any
+        tensor is applied.
 
         Args:
             path: a manifest or its folder.
             version: the version that it must hold.
+            keep_cache: leave the caches of prompts and of frozen requests as they are. Otherwise frozen requests
+                compute theirs anew with the new weights.
 
         Returns:
             The version that the engine now holds.
@@ -147,7 +169,8 @@ class SamplingWorker:
             held = await self._engine_call(self._engine.collective_rpc("arctic_load_weights", args=(path,)))
             if set(held) != {version}:
                 raise ArcticError(f"the engine's processes hold weights of versions {held}, expected {version}")
-            await self._reset_prefix_cache()
+            if not keep_cache:
+                await self._reset_prefix_cache()
             self._unusable = None
             self._version = version
         return version
@@ -173,6 +196,8 @@ class SamplingWorker:
             raise UnsupportedError("sleep: the engine was built with enable_sleep_mode=False")
         if self._asleep:
             return
+        if self._frozen:
+            raise ArcticError("an engine with frozen requests cannot sleep: thaw it first")
         async with self._alone():
             if self._spec.device == "cuda":
                 await self._engine_call(self._engine.sleep(level=level))
@@ -290,12 +315,12 @@ class SamplingWorker:
 
     @asynccontextmanager
     async def _alone(self) -> AsyncIterator[None]:
-        """No request runs inside: new ones wait, those under way end first."""
+        """No request runs inside: new ones wait, those under way end first or are frozen."""
         async with self._exclusive:
             self._gate.clear()
             try:
                 async with self._changed:
-                    await self._changed.wait_for(lambda: not self._running)
+                    await self._changed.wait_for(lambda: self._frozen or not self._running)
                 yield
             finally:
                 self._gate.set()
@@ -326,6 +351,7 @@ class SamplingWorker:
             "stop_reason": completion.finish_reason,
             "text": completion.text if params["detokenize"] else None,
             "weight_version": version,
+            "last_weight_version": self._version,
         }
 
     async def _complete(
@@ -339,7 +365,7 @@ class SamplingWorker:
     async def _reset_prefix_cache(self) -> None:
         before, self._unusable = self._unusable, "its prefix cache could not be emptied"
         for _ in range(_CACHE_RESET_TRIES):
-            if await self._engine_call(self._engine.reset_prefix_cache()):
+            if await self._engine_call(self._engine.reset_prefix_cache(reset_running_requests=self._frozen)):
                 self._unusable = before
                 return
             await asyncio.sleep(_CACHE_RESET_PAUSE_SECONDS)

@@ -6,6 +6,7 @@ import os
 import pickle
 import shutil
 import tempfile
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -83,8 +84,14 @@ class FakeEngine:
         self.version = json.loads(Path(args[0]).read_text())["version"]
         return [self.version]
 
-    async def reset_prefix_cache(self):
-        self.events.append("reset_prefix_cache")
+    async def pause_generation(self, *, mode, clear_cache):
+        self.events.append(f"pause {mode}{' and clear' if clear_cache else ''}")
+
+    async def resume_generation(self):
+        self.events.append("resume")
+
+    async def reset_prefix_cache(self, reset_running_requests=False):
+        self.events.append("preempt and reset_prefix_cache" if reset_running_requests else "reset_prefix_cache")
         if self.resets_refused > 0:
             self.resets_refused -= 1
             return False
@@ -200,6 +207,49 @@ def test_a_sync_waits_for_running_requests_and_holds_new_ones(fake, tmp_path):
         assert results[2]["token_ids"] == [1, 1] and results[2]["weight_version"] == 1
         order = ["done running", "arctic_check_weights", "arctic_load_weights", "reset_prefix_cache"]
         assert engine.events == ["generate running", *order, "generate waiting", "done waiting"]
+
+    run(check())
+
+
+@pytest.mark.parametrize("keep_cache", [True, False])
+def test_a_sync_does_not_wait_for_frozen_requests(fake, tmp_path, keep_cache):
+    async def check():
+        worker, engine = fake()
+        engine.hold.clear()
+        running = asyncio.create_task(worker.generate([5], GREEDY, "running"))
+        await asyncio.sleep(0)
+        await worker.freeze()
+        assert await worker.sync_weights(weights_at(tmp_path, 1), 1, keep_cache) == 1
+        with pytest.raises(ArcticError, match="frozen requests cannot sleep"):
+            await worker.sleep()
+        await worker.thaw()
+        engine.hold.set()
+        result = await running
+        assert result["token_ids"] == [0, 1]
+        assert (result["weight_version"], result["last_weight_version"]) == (0, 1)
+        reset = [] if keep_cache else ["preempt and reset_prefix_cache"]
+        loaded = ["pause keep", "arctic_check_weights", "arctic_load_weights", *reset, "resume"]
+        assert engine.events == ["generate running", *loaded, "done running"]
+        await worker.sync_weights(weights_at(tmp_path, 2), 2)
+        assert engine.events[-1] == "reset_prefix_cache", "nothing is frozen any more"
+
+    run(check())
+
+
+def test_frozen_requests_do_not_go_on_with_half_loaded_weights(fake, tmp_path):
+    async def check():
+        worker, engine = fake()
+        engine.hold.clear()
+        running = asyncio.create_task(worker.generate([5], GREEDY, "running"))
+        await asyncio.sleep(0)
+        await worker.freeze()
+        engine.load_error = RuntimeError("half way")
+        with pytest.raises(ArcticError, match="vLLM failed: half way"):
+            await worker.sync_weights(weights_at(tmp_path, 1), 1)
+        with pytest.raises(ArcticError, match="loading weights of version 1 did not end"):
+            await worker.thaw()
+        assert "resume" not in engine.events
+        running.cancel()
 
     run(check())
 
@@ -619,6 +669,50 @@ def test_synced_weights_are_sampled_and_no_stale_prefix_is(real):
     for prompt, result in zip(prompts, results, strict=True):
         expected = reference_logprobs(real.model, prompt, result["token_ids"], 1.0)
         assert (torch.tensor(result["logprobs"]) - expected).abs().mean() < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("keep_cache", [False, True])
+def test_frozen_requests_go_on_with_the_new_weights(real, keep_cache):
+    """Log-probs of the old weights up to the sync and of the new ones behind it; exactly so with an empty cache."""
+    from integrations.arctic_rl.server.weights import read_manifest
+
+    version = real.get(real.actor.weight_version.remote()) + 1
+    prompts = random_prompts(4, seed=12, low=40, high=60)
+    params = to_vllm_kwargs({"logprobs": 1, "temperature": 1.0, "max_tokens": 400, "ignore_eos": True, "seed": 5})
+    old = {name: parameter.detach().clone() for name, parameter in real.model.named_parameters()}
+    running = [
+        real.actor.generate.remote(prompt, params, f"frozen-{version}-{index}") for index, prompt in enumerate(prompts)
+    ]
+    time.sleep(0.5)
+    real.get(real.actor.freeze.remote())
+    late = real.actor.generate.remote(prompts[0], {**params, "max_tokens": 4}, f"late-{version}")
+    time.sleep(0.2)
+    generator = torch.Generator().manual_seed(version)
+    new = {name: value + torch.randn(value.shape, generator=generator) * 0.05 for name, value in old.items()}
+    path = write_weights(new.items(), real.folder, version, "float32")
+    assert read_manifest(path).version == version
+    assert real.get(real.actor.sync_weights.remote(str(path), version, keep_cache), timeout=60) == version
+    real.get(real.actor.thaw.remote())
+    results = real.get(running, timeout=120)
+    assert real.get(late, timeout=60)["weight_version"] in (version - 1, version)
+
+    before, after = [], []
+    for weights, references in ((old, before), (new, after)):
+        real.model.load_state_dict(weights, strict=False)
+        for prompt, result in zip(prompts, results, strict=True):
+            references.append(reference_logprobs(real.model, prompt, result["token_ids"], 1.0))
+    for old_logprobs, new_logprobs, result in zip(before, after, results, strict=True):
+        assert (result["weight_version"], result["last_weight_version"]) == (version - 1, version)
+        sampled = torch.tensor(result["logprobs"])
+        matches_old = (sampled - old_logprobs).abs() < 1e-3
+        stopped = int(matches_old.long().cumprod(0).sum())
+        assert 0 < stopped < len(sampled) == 400
+        tail = (sampled - new_logprobs)[stopped:].abs()
+        if keep_cache:
+            assert tail.mean() > 1e-3, "keys and values of the old weights were computed anew"
+        else:
+            assert tail.max() < 1e-3
 
 
 @pytest.mark.slow
