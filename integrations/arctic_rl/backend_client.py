@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .backends.base import RemoteBackend
+from .backends.base import InFlight, RemoteBackend
 from .backends.loop_thread import LoopThread
 
 
@@ -27,8 +27,8 @@ class SamplingClient:
     async def wake_sampling(self, tags: list[str] | None) -> None:
         await self._loop.wait(self._backend.wake_sampling(tags))
 
-    async def pause_generation(self) -> None:
-        await self._loop.wait(self._backend.pause_generation())
+    async def pause_generation(self, *, in_flight: InFlight) -> None:
+        await self._loop.wait(self._backend.pause_generation(in_flight=in_flight))
 
     async def resume_generation(self) -> None:
         await self._loop.wait(self._backend.resume_generation())

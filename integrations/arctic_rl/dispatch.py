@@ -242,13 +242,20 @@ class ArcticDispatch:
             )
 
     async def save_weights_for_sampler(self, model_id: str | None = None) -> None:
-        """Bring the policy's weights to the engines, with no request under way, and drop what they cached."""
+        """Bring the policy's weights to the engines.
+
+        No request is under way, and what the engines cached is dropped. In fully asynchronous training requests under
+        way are kept in mid-generation and go on with the new weights; their cache, and that of prompts, is dropped
+        with ``trainer.fully_async.clear_kv_cache_on_weight_sync`` only. After a failure they stay where they are.
+        """
         self._refuse_tinker_arguments(None, None, model_id)
-        await self._loop.wait(self._sync_weights())
+        asynchronous = self._cfg.trainer.fully_async.enabled
+        start = time.perf_counter()
+        await self._loop.wait(self._sync_in_mid_generation() if asynchronous else self._sync_weights())
+        self._last_weight_sync_s = time.perf_counter() - start
         self._inference_client.increment_weight_version()
 
     async def _sync_weights(self) -> None:
-        start = time.perf_counter()
         try:
             await self._backend.pause_generation()
             await self._backend.wake_sampling(["weights"])
@@ -257,7 +264,12 @@ class ArcticDispatch:
             await self._backend.reset_prefix_cache()
         finally:
             await self._backend.resume_generation()
-        self._last_weight_sync_s = time.perf_counter() - start
+
+    async def _sync_in_mid_generation(self) -> None:
+        keep_cache = not self._cfg.trainer.fully_async.clear_kv_cache_on_weight_sync
+        await self._backend.pause_generation(in_flight="keep")
+        await self._backend.sync_weights(keep_cache=keep_cache)
+        await self._backend.resume_generation()
 
     def get_timing_metrics(self) -> dict[str, float]:
         """Seconds of the last weight sync; empty before the first."""

@@ -5,7 +5,7 @@ from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
-from typing import Any, NoReturn, Protocol
+from typing import Any, Literal, NoReturn, Protocol
 
 from skyrl.backends.skyrl_train.inference_servers.base import (
     InferenceEngineInput,
@@ -42,7 +42,7 @@ class SamplingBackend(Protocol):
 
     async def wake_sampling(self, tags: list[str] | None) -> None: ...
 
-    async def pause_generation(self) -> None: ...
+    async def pause_generation(self, *, in_flight: Literal["finish", "keep"]) -> None: ...
 
     async def resume_generation(self) -> None: ...
 
@@ -215,11 +215,11 @@ class ArcticInferenceClient(InferenceEngineInterface):
         await self._backend.wake_sampling(tags)
 
     async def pause_generation(self) -> None:
-        """Hold new requests back; see the backend for those under way."""
-        await self._backend.pause_generation()
+        """Hold new requests back and stop those under way where they are, as SkyRL's own client does."""
+        await self._backend.pause_generation(in_flight="keep")
 
     async def resume_generation(self) -> None:
-        """Let held requests through."""
+        """Let held requests through and stopped ones go on."""
         await self._backend.resume_generation()
 
     async def get_world_size(self) -> tuple[int, int]:

@@ -104,8 +104,8 @@ class InProcessBackend(RemoteBackend):
         self._record("generate", requests)
         return [{} for _ in requests]
 
-    async def sync_weights(self) -> int:
-        self._record("sync_weights")
+    async def sync_weights(self, *, keep_cache: bool = False) -> int:
+        self._record("sync_weights", *(("keep_cache",) if keep_cache else ()))
         self.version += 1
         return self.version
 
@@ -120,8 +120,8 @@ class InProcessBackend(RemoteBackend):
     async def wake_sampling(self, tags: list[str] | None) -> None:
         self._record("wake_sampling", *(tags or ()))
 
-    async def pause_generation(self) -> None:
-        self._record("pause_generation")
+    async def pause_generation(self, *, in_flight: str = "finish") -> None:
+        self._record("pause_generation", *(("keep",) if in_flight == "keep" else ()))
 
     async def resume_generation(self) -> None:
         self._record("resume_generation")

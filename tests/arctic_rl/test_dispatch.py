@@ -505,6 +505,25 @@ class TestWeightSync:
         assert client.weight_version == 0
         assert dispatch.get_timing_metrics() == {}
 
+    @pytest.mark.parametrize("clear", [False, True])
+    def test_requests_are_kept_in_mid_generation_where_training_is_asynchronous(self, dispatch_to, clear):
+        backend, client = InProcessBackend(), InferenceClient()
+        cleared = f"trainer.fully_async.clear_kv_cache_on_weight_sync={str(clear).lower()}"
+        dispatch = dispatch_to(backend, "trainer.fully_async.enabled=true", cleared, client=client)
+        asyncio.run(dispatch.save_weights_for_sampler())
+        sync = ("sync_weights", () if clear else ("keep_cache",))
+        assert backend.calls == [("pause_generation", ("keep",)), sync, ("resume_generation", ())]
+        assert client.weight_version == 1
+        assert dispatch.get_timing_metrics()["sync_weights_only_transfer"] >= 0
+
+    def test_nothing_goes_on_with_weights_that_may_be_half_there(self, dispatch_to):
+        backend, client = InProcessBackend(failing=("sync_weights",)), InferenceClient()
+        dispatch = dispatch_to(backend, "trainer.fully_async.enabled=true", client=client)
+        with pytest.raises(RuntimeError, match="sync_weights"):
+            asyncio.run(dispatch.save_weights_for_sampler())
+        assert backend.names() == ["pause_generation", "sync_weights"]
+        assert client.weight_version == 0
+
     def test_another_inference_client_is_refused(self, dispatch_to):
         client = InferenceClient()
         dispatch = dispatch_to(InProcessBackend(), client=client)

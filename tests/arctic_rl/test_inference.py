@@ -57,8 +57,8 @@ class FakeBackend:
     async def wake_sampling(self, tags):
         self.calls.append(("wake", tags))
 
-    async def pause_generation(self):
-        self.calls.append(("pause", None))
+    async def pause_generation(self, *, in_flight):
+        self.calls.append(("pause", in_flight))
 
     async def resume_generation(self):
         self.calls.append(("resume", None))
@@ -194,7 +194,7 @@ def test_control_calls_reach_the_backend():
         ("sleep", 1),
         ("wake", ["weights"]),
         ("wake", None),
-        ("pause", None),
+        ("pause", "keep"),
         ("resume", None),
         ("reset_prefix_cache", None),
     ]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, Literal
 
 from ..server.specs import ServerConfig
 
 Batch = dict[str, Any]
+InFlight = Literal["finish", "keep"]
 
 
 class RemoteBackend(ABC):
@@ -50,8 +51,12 @@ class RemoteBackend(ABC):
         """Sample one response a request, in the order of the requests."""
 
     @abstractmethod
-    async def sync_weights(self) -> int:
-        """Bring the policy's weights to every engine; returns the version that they now hold."""
+    async def sync_weights(self, *, keep_cache: bool = False) -> int:
+        """Bring the policy's weights to every engine; returns the version that they now hold.
+
+        With ``keep_cache`` the keys and values that older weights computed stay in use, of prompts and of requests
+        that are paused in mid-generation.
+        """
 
     @abstractmethod
     async def update_reference(self) -> None:
@@ -66,8 +71,12 @@ class RemoteBackend(ABC):
         """Take the engines' memory back."""
 
     @abstractmethod
-    async def pause_generation(self) -> None:
-        """Hold new requests back until ``resume_generation``."""
+    async def pause_generation(self, *, in_flight: InFlight = "finish") -> None:
+        """Hold new requests back until ``resume_generation``.
+
+        Requests under way have ended when this returns ("finish"), or stand still with the tokens that they have and
+        go on from there after ``resume_generation`` ("keep").
+        """
 
     @abstractmethod
     async def resume_generation(self) -> None:

@@ -22,7 +22,7 @@ from ..server.specs import ServerConfig
 from ..server.training_worker import TrainingWorker
 from ..server.weights import remove_weights
 from ..zorro.cost import CostModel
-from .base import Batch, RemoteBackend
+from .base import Batch, InFlight, RemoteBackend
 from .sharding import RankPlan, plan_ranks
 
 logger = logging.getLogger(__name__)
@@ -45,6 +45,7 @@ class BuiltinBackend(RemoteBackend):
         self._session_engine: dict[Any, str] = {}
         self._running = asyncio.Event()
         self._running.set()
+        self._frozen = False
         self._run_dir: str | None = None
         self._request_count = 0
         self._lease = asyncio.Condition()
@@ -97,12 +98,12 @@ class BuiltinBackend(RemoteBackend):
     async def generate(self, requests: list[dict]) -> list[dict]:
         return list(await asyncio.gather(*(self._generate_one(request) for request in requests)))
 
-    async def sync_weights(self) -> int:
+    async def sync_weights(self, *, keep_cache: bool = False) -> int:
         version = self._version + 1
         exported = await self._call_all(
             self._names("policy"), "export_weights", self._weights_dir, version, self._config.sync_dtype
         )
-        held = await self._call_all(self._names("sampling"), "sync_weights", exported[0], version)
+        held = await self._call_all(self._names("sampling"), "sync_weights", exported[0], version, keep_cache)
         if any(engine_version != version for engine_version in held):
             raise ArcticError(f"weight sync {version} left the engines at versions {held}")
         remove_weights(self._weights_dir, keep=version)
@@ -126,13 +127,19 @@ class BuiltinBackend(RemoteBackend):
     async def wake_sampling(self, tags: list[str] | None) -> None:
         await self._call_all(self._names("sampling"), "wake_up", tags)
 
-    async def pause_generation(self) -> None:
-        """Hold new requests back, and wait until those under way are done."""
+    async def pause_generation(self, *, in_flight: InFlight = "finish") -> None:
         self._running.clear()
+        if in_flight == "keep":
+            self._frozen = True
+            await self._call_all(self._names("sampling"), "freeze")
+            return
         async with self._lease:
             await self._lease.wait_for(lambda: not any(self._outstanding.values()))
 
     async def resume_generation(self) -> None:
+        if self._frozen:
+            await self._call_all(self._names("sampling"), "thaw")
+            self._frozen = False
         self._running.set()
 
     async def reset_prefix_cache(self) -> None:
