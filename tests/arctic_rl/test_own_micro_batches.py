@@ -8,17 +8,21 @@ import cloudpickle
 import numpy as np
 import pytest
 import torch
+from skyrl.backends.skyrl_train.training_batch import TrainingInputBatch
 from skyrl.backends.skyrl_train.utils.ppo_utils import PolicyLossRegistry, register_policy_loss
 from skyrl.backends.skyrl_train.workers.worker_utils import get_microbatch_iterator
 from skyrl.train.config import AlgorithmConfig
+from skyrl.train.dataset.preprocess import convert_prompts_responses_to_batch_tensors
 
 from integrations.arctic_rl.backends.loop_thread import LoopThread
 from integrations.arctic_rl.dispatch import ArcticDispatch
 from integrations.arctic_rl.errors import UnsupportedError
 from integrations.arctic_rl.loss_config import loss_request, packed_policy_loss
 from integrations.arctic_rl.micro_batches import skyrl_micro_batch_ids
+from integrations.arctic_rl.processors import batching
 from integrations.arctic_rl.processors.skyrl_losses import load_policy_loss, pack_policy_loss
 from integrations.arctic_rl.skyrl_config import parse_config
+from integrations.arctic_rl.zorro.attention import register_shared_attention
 from tests.arctic_rl.in_process_backend import InProcessBackend
 from tests.arctic_rl.processors.helpers import gradients, tiny_model
 from tests.arctic_rl.skyrl_reference import (
@@ -93,15 +97,12 @@ def config(tmp_path, loss, *settings):
 
 
 def rows_of(policy, reference, seed=0, rows=8):
+    return with_log_probs(rollout_batch(rows, seed, prompt_lengths=(11, 13), holes=True), policy, reference, seed)
+
+
+def with_log_probs(rollouts, policy, reference, seed):
     """Old log-probs as SkyRL's forward pass gives them, prompt tokens included; advantages are 0 outside responses."""
-    batch = update_batch(
-        rollout_batch(rows, seed, prompt_lengths=(11, 13), holes=True),
-        policy,
-        reference,
-        temperature=1.0,
-        seed=seed,
-        rollout_drift=0.2,
-    )
+    batch = update_batch(rollouts, policy, reference, temperature=1.0, seed=seed, rollout_drift=0.2)
     mask = batch["response_mask"].bool()
     with torch.no_grad():
         present = action_log_probs(policy, batch, 1.0)[0]
@@ -137,8 +138,11 @@ def expected_of(policy, batch, cfg, parts):
     return gradients(policy), metrics
 
 
-def run(policy, batch, cfg, ranks, loop):
-    backend = InProcessBackend({"policy": packable(policy)}, ranks={"policy": ranks})
+def run(policy, batch, cfg, ranks, loop, attention=None):
+    model = packable(policy)
+    if attention is not None:
+        model.set_attn_implementation(attention)
+    backend = InProcessBackend({"policy": model}, ranks={"policy": ranks})
     dispatch = ArcticDispatch(cfg, backend, loop, pad_token_id=PAD_ID, inference_client=None)
     metrics = dispatch.forward_backward("policy", batch).metrics
     return backend.gradient(), metrics, backend, dispatch
@@ -167,6 +171,48 @@ def test_gradient_and_metrics_equal_skyrls_worker(loss, micro, ranks, policy, re
     for name, value in expected_metrics.items():
         if not (uneven and name.startswith("loss_metrics/")):
             assert metrics[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+
+
+def rows_of_one_prompt(policy, reference, rows=8):
+    """Two prompts of 12 tokens, four responses each: the windows of the rows begin at other places of a prompt."""
+    draw = np.random.default_rng(0)
+    prompts = [draw.integers(1, 128, 12).tolist() for _ in range(2)]
+    responses = [draw.integers(1, 128, length).tolist() for length in (1, 9, 4, 6, 2, 8, 3, 5)]
+    given = [prompts[row // 4] for row in range(rows)]
+    keep = [[1] * len(response) for response in responses]
+    sequences, attention_mask, response_mask, rewards, loss_mask, *_ = convert_prompts_responses_to_batch_tensors(
+        PAD_ID, given, responses, [[0.0] * len(response) for response in responses], keep
+    )
+    rollouts = TrainingInputBatch(
+        {
+            "sequences": sequences,
+            "attention_mask": attention_mask,
+            "response_mask": response_mask,
+            "loss_mask": loss_mask,
+            "rewards": rewards,
+        }
+    )
+    rollouts.metadata = {"response_length": 9, "uids": [str(row // 4) for row in range(rows)]}
+    return with_log_probs(rollouts, policy, reference, 0)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_shared_prompts_change_nothing(loss, policy, reference, loop, tmp_path, monkeypatch):
+    shared = []
+    plain_share_rows = batching.share_rows
+
+    def noted(ids, mask, groups, prompt_width):
+        shared.extend(group for group in groups if len(group.rows) > 1)
+        return plain_share_rows(ids, mask, groups, prompt_width)
+
+    monkeypatch.setattr(batching, "share_rows", noted)
+    cfg = config(tmp_path, loss, "trainer.micro_train_batch_size_per_gpu=4", "trainer.algorithm.use_kl_loss=false")
+    batch = rows_of_one_prompt(policy, reference)
+    expected, _ = expected_of(policy, batch, cfg, skyrls_micro_batches(batch, cfg, 1))
+    gradient, _, _, _ = run(policy, batch, cfg, 1, loop, register_shared_attention())
+    assert shared
+    for name, values in expected.items():
+        assert (gradient[name] - values).norm() <= 1e-5 * values.norm(), name
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -304,6 +350,7 @@ RECIPE_MODULE = """
 import dataclasses
 from skyrl.backends.skyrl_train.utils.ppo_utils import register_policy_loss
 from skyrl.train.config import AlgorithmConfig
+from skyrl.train.dataset.preprocess import convert_prompts_responses_to_batch_tensors
 
 FACTOR = 4.0
 
