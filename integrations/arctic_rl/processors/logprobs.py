@@ -32,6 +32,9 @@ _FLOAT32_COPIES = 2
 _TILE_BYTES = _FLOAT32_COPIES * 4 + 2
 """The same for an entry of a tile, with one in a 16-bit dtype before it is read in float32."""
 
+_NARROW_BYTES = 12
+"""Of a position's or a vocabulary entry's 16-bit gradient: a tile's share of it, that in float32, and the sum."""
+
 
 def next_token_targets(input_ids_T: torch.Tensor, position_ids_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The token that each packed position predicts.
@@ -61,14 +64,24 @@ def chunk_rows(vocab_size: int, peak_mem_gib: float) -> int:
     return max(1, int(peak_mem_gib * 2**30 / (vocab_size * 4 * _FLOAT32_COPIES)))
 
 
-def tile_shape(num_positions: int, vocab_size: int, peak_mem_gib: float) -> tuple[int, int]:
+def tile_shape(num_positions: int, vocab_size: int, peak_mem_gib: float, *, narrow_width: int = 0) -> tuple[int, int]:
     """Positions and vocabulary entries of a tile of logits whose temporaries stay within ``peak_mem_gib`` GiB.
 
     As square as can be: then the fewest sums of gradients go through memory again.
+
+    Args:
+        narrow_width: hidden width where hidden states or LM head are in a 16-bit dtype, so that their gradients are
+            summed in float32; else 0.
     """
-    entries = max(1, int(peak_mem_gib * 2**30 / _TILE_BYTES))
-    columns = min(vocab_size, max(math.isqrt(entries), entries // max(1, num_positions)))
-    return max(1, min(num_positions, entries // columns)), columns
+    num_bytes, line_bytes = peak_mem_gib * 2**30, _NARROW_BYTES * narrow_width
+    side = (math.sqrt(line_bytes**2 + _TILE_BYTES * num_bytes) - line_bytes) / _TILE_BYTES
+
+    def beside(lines: int) -> int:
+        return max(1, int((num_bytes - line_bytes * lines) / (_TILE_BYTES * lines + line_bytes)))
+
+    columns = min(vocab_size, max(1, int(side)))
+    rows = max(1, min(num_positions, beside(columns)))
+    return rows, min(vocab_size, beside(rows))
 
 
 def logprobs_and_entropy(

@@ -206,14 +206,16 @@ class _Reader:
         if not len(index):
             # The LM head takes part in every micro-batch: a rank that left it out would miss its collective calls.
             index = index.new_zeros(1)
+        weight = call.head.weight
+        narrow_width = weight.shape[1] if weight.element_size() == 2 else 0
         values = logprobs_and_entropy_from_hidden(
             _flat(hidden).index_select(0, index),
-            call.head.weight,
+            weight,
             call.head.bias,
             self._targets.index_select(0, index),
             call.temperature,
             entropy=entropy,
-            tile=tile_shape(len(index), len(call.head.weight), self._peak_gib()),
+            tile=tile_shape(len(index), len(weight), self._peak_gib(), narrow_width=narrow_width),
             upcast=settings.logits_compute_in_fp32,
             fp32_inputs=settings.logits_compute_from_fp32_inputs,
         )

@@ -169,48 +169,115 @@ def test_chunk_rows():
     assert LogitsSettings(logits_optimization_peak_mem_size_in_gib=2).peak_gib("cpu") == 2
 
 
+@pytest.mark.parametrize("narrow_width", [0, 64, 3584])
 @pytest.mark.parametrize("size", [1e-9, 1e-4, 0.01, 0.25, 1.0, 100.0])
 @pytest.mark.parametrize(
     ("positions", "vocab"), [(0, 50), (1, 151_936), (300, 1_280), (8_192, 151_936), (10**6, 32_000)]
 )
-def test_tiles_fit_the_budget_and_the_logits(size: float, positions: int, vocab: int):
-    rows, columns = tile_shape(positions, vocab, size)
+def test_tiles_fill_the_budget_or_hold_the_logits(size: float, positions: int, vocab: int, narrow_width: int):
+    rows, columns = tile_shape(positions, vocab, size, narrow_width=narrow_width)
     assert 1 <= rows <= max(1, positions)
     assert 1 <= columns <= vocab
-    assert rows * columns == 1 or rows * columns * 10 <= size * 2**30
-    whole = positions * vocab
-    assert min(whole, size * 2**30 / 10) <= 2.1 * rows * columns or rows * columns == max(1, whole)
+
+    def fits(rows: int, columns: int) -> bool:
+        return rows * columns * 10 + (rows + columns) * 12 * narrow_width <= size * 2**30 * (1 + 1e-9)
+
+    assert fits(rows, columns) or (rows, columns) == (1, 1)
+    assert not fits(rows, columns + 1) or columns == vocab
+    assert not fits(rows + 1, columns + 1) or rows >= positions or columns == vocab
+    whole = rows >= positions and columns == vocab
+    assert whole or abs(rows - columns) <= 1 or rows >= positions or columns == vocab or rows * columns <= 4
+
+
+@pytest.mark.parametrize("tile", [(50, 64), (9, 64), (50, 10), (7, 11)])
+def test_narrow_gradients_are_rounded_once(tile: tuple[int, int]):
+    """bf16 sums over tiles would be off by more with every tile; float32 sums of bf16 products are not."""
+    generator = torch.Generator().manual_seed(4)
+    hidden, weight, bias = (
+        torch.randn(*shape, generator=generator).bfloat16() for shape in ((50, 16), (64, 16), (64,))
+    )
+    targets = torch.randint(0, 64, (50,), generator=generator)
+    leaves = [t.clone().requires_grad_() for t in (hidden, weight, bias)]
+    values, entropy = logprobs_and_entropy_from_hidden(*leaves, targets, 1.0, entropy=True, tile=tile)
+    ours = torch.autograd.grad(values.sum() + entropy.sum(), leaves)
+    doubles = [t.double().requires_grad_() for t in (hidden, weight, bias)]
+    exact_values, exact_entropy = exact(doubles[0] @ doubles[1].T + doubles[2], targets)
+    theirs = torch.autograd.grad(exact_values.sum() + exact_entropy.sum(), doubles)
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.dtype == torch.bfloat16
+        assert (a - b).norm() <= 0.02 * b.norm()
+
+
+def test_entries_that_cannot_be_sampled():
+    """A bias of -inf on whole tiles, first and last, takes those entries out of the distribution."""
+    generator = torch.Generator().manual_seed(5)
+    hidden, weight = torch.randn(6, 4, generator=generator), torch.randn(12, 4, generator=generator)
+    bias = torch.zeros(12)
+    bias[:3] = bias[9:] = -torch.inf
+    targets = torch.randint(3, 9, (6,), generator=generator)
+    expected, _ = exact(hidden @ weight[3:9].T, targets - 3)
+    leaves = hidden.requires_grad_(), weight.requires_grad_()
+    values, _ = logprobs_and_entropy_from_hidden(*leaves, bias, targets, 1.0, entropy=False, tile=(6, 3))
+    assert torch.allclose(values.double(), expected, atol=1e-6)
+    of_hidden, of_weight = torch.autograd.grad(values.sum(), leaves)
+    assert of_hidden.isfinite().all()
+    assert (of_weight[:3] == 0).all() and (of_weight[9:] == 0).all()
+
+
+@pytest.mark.parametrize("columns", [1, 2, 3])
+def test_large_logits_in_tiles(columns: int):
+    """The maximum moves from tile to tile, up and down, by more than float32's exponent can hold."""
+    weight = torch.tensor([[1e4], [1e4 - 1.0], [-1e4], [0.0], [3e4]])
+    hidden = torch.tensor([[1.0], [-1.0], [1e-4]])
+    targets = torch.tensor([4, 2, 0])
+    values = logprobs_and_entropy_from_hidden(hidden, weight, None, targets, 1.0, entropy=True, tile=(2, columns))
+    for value, expected in zip(values, exact(hidden.double() @ weight.double().T, targets), strict=True):
+        assert torch.allclose(value.double(), expected, rtol=1e-6, atol=1e-6)
 
 
 MEMORY_SCRIPT = """
-import resource, sys, torch
+import sys, torch
+from pathlib import Path
 from integrations.arctic_rl.processors.logprobs import *
-from integrations.arctic_rl.processors.outputs import LogitsSettings
 torch.set_num_threads(1)
-N, V, H = 2048, 32_000, 16
-def case(n):
-    hidden = torch.randn(n, H, requires_grad=True)
-    weight = torch.randn(V, H, requires_grad=True)
+kind, N, V, H = sys.argv[1], 2048, 32_000, int(sys.argv[2])
+dtype, size = getattr(torch, sys.argv[3]), float(sys.argv[4])
+def kib(name):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(name)).split()[1])
+def growth(n):
+    hidden = torch.empty(n, H, dtype=dtype).normal_().requires_grad_()
+    weight = torch.empty(V, H, dtype=dtype).normal_().requires_grad_()
     targets = torch.randint(0, V, (n,))
-    if sys.argv[1] == "chunked":
-        settings = dict(entropy=True, tile=tile_shape(n, V, LogitsSettings().peak_gib("cpu")))
+    Path("/proc/self/clear_refs").write_text("5")
+    before = kib("VmRSS:")
+    if kind == "tiles":
+        settings = dict(entropy=True, tile=tile_shape(n, V, size / 1024, narrow_width=H if dtype.itemsize == 2 else 0))
         values, entropy = logprobs_and_entropy_from_hidden(hidden, weight, None, targets, 0.7, **settings)
     else:
         values, entropy = logprobs_and_entropy(hidden @ weight.T, targets, 0.7, entropy=True)
     (values.sum() + entropy.sum()).backward()
-case(4)
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-case(N)
-print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+    return (kib("VmHWM:") - before) / 1024 - (hidden.nbytes + weight.nbytes) / 2**20
+growth(4)
+print(growth(N))
 """
 
 
-def test_memory_from_hidden_states_stays_below_the_full_logits():
-    """2048 tokens x 32,000 entries, forward and backward: full float32 logits alone are 250 MiB."""
+def growth_mib(*arguments: object) -> float:
+    run = [sys.executable, "-c", MEMORY_SCRIPT, *map(str, arguments)]
+    return float(subprocess.run(run, check=True, capture_output=True, text=True, timeout=300).stdout)
 
-    def growth_mib(kind: str) -> float:
-        run = [sys.executable, "-c", MEMORY_SCRIPT, kind]
-        return float(subprocess.run(run, check=True, capture_output=True, text=True, timeout=300).stdout)
 
-    assert growth_mib("chunked") < 64
-    assert growth_mib("full") > 250
+@pytest.mark.parametrize(
+    ("hidden", "dtype", "size_mib"), [(16, "float32", 64), (16, "float32", 10), (512, "bfloat16", 16)]
+)
+def test_memory_from_hidden_states_stays_within_the_setting(hidden: int, dtype: str, size_mib: int):
+    """2048 tokens x 32,000 entries, forward and backward with entropy, beyond the inputs and their gradients.
+
+    Full float32 logits are 250 MiB, and a float32 copy of the bfloat16 LM head's gradient would be 62 MiB.
+    """
+    assert growth_mib("tiles", hidden, dtype, size_mib) < 1.5 * size_mib
+
+
+def test_memory_of_full_logits_shows_in_the_same_measurement():
+    assert growth_mib("full", 16, "float32", 0) > 500
