@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from integrations.arctic_rl.errors import UnsupportedError
+from integrations.arctic_rl.processors import model as model_module
 from integrations.arctic_rl.processors.metrics import Maximum
 from integrations.arctic_rl.processors.pipeline import register_loss_fn, register_post_processor, run_pipeline
 from tests.arctic_rl.processors.helpers import (
@@ -167,6 +168,47 @@ def test_a_row_does_not_see_its_packed_neighbours(attention: str | None):
     changed = batch | {"input_ids": batch["input_ids"].clone()}
     changed["input_ids"][2] = (changed["input_ids"][2] + 17) % 128
     one, other = (forward(model, b, max_tokens_per_mb=1000)["batch"]["logprobs"] for b in (batch, changed))
+    others = [0, 1, 3, 4, 5]
+    assert torch.equal(one[others], other[others])
+    assert not torch.equal(one[2], other[2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("attention", [None, "sdpa", "eager"])
+def test_not_by_a_single_bit(attention: str | None, dtype: torch.dtype):
+    """Rows longer than the blocks of fused kernels, and shorter ones; every logits mode."""
+    model = tiny_model("qwen3", attention, hidden_size=64, head_dim=16).to(dtype)
+    lengths = [400, 3, 150, 1, 257, 32]
+    place = torch.arange(410)
+    starts = torch.tensor([5, 407, 0, 200, 100, 10])[:, None]
+    mask = ((place >= starts) & (place < starts + torch.tensor(lengths)[:, None])).long()
+    generator = torch.Generator().manual_seed(0)
+    batch = {"input_ids": torch.randint(0, 128, mask.shape, generator=generator), "attention_mask": mask}
+    for mode in MODES:
+        before = forward(model, batch, {"logits_optimization": mode}, max_tokens_per_mb=1000)["batch"]
+        for row in (0, 2, 4):
+            ids = batch["input_ids"].clone()
+            ids[row] = torch.randint(0, 128, ids[row].shape, generator=generator)
+            after = forward(model, batch | {"input_ids": ids}, {"logits_optimization": mode}, max_tokens_per_mb=1000)[
+                "batch"
+            ]
+            others = [other for other in range(len(lengths)) if other != row]
+            for name in ("logprobs", "entropy"):
+                assert torch.equal(before[name][others], after[name][others])
+                assert not torch.equal(before[name][row], after[name][row])
+
+
+@pytest.mark.slow
+def test_flex_attention_keeps_rows_apart():
+    model = tiny_model("qwen3", "flex_attention", head_dim=16)
+    batch = ragged_batch(6, 4)
+    one = forward(model, batch, max_tokens_per_mb=1000)["batch"]["logprobs"]
+    with torch.no_grad():
+        expected, _ = reference_logprobs(reference_model(model), batch)
+    assert (one - expected).abs().max() < 1e-5
+    changed = batch | {"input_ids": batch["input_ids"].clone()}
+    changed["input_ids"][2] = (changed["input_ids"][2] + 17) % 128
+    other = forward(model, changed, max_tokens_per_mb=1000)["batch"]["logprobs"]
     others = [0, 1, 3, 4, 5]
     assert torch.equal(one[others], other[others])
     assert not torch.equal(one[2], other[2])
@@ -483,6 +525,42 @@ def test_entropy_costs_nothing_unless_asked_for(qwen):
     for mode in MODES:
         result, _ = train(qwen, batch, meta={"logits_optimization": mode}, loss_fn="entropy_grad_test_loss")
         assert result["metrics"]["carries"] == 1.0
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_entropy_is_part_of_the_one_pass(qwen, monkeypatch, mode: str):
+    """One reading of the logits a micro-batch, with entropy exactly where something asks for it."""
+    asked = []
+    for name in ("logprobs_and_entropy", "logprobs_and_entropy_chunked", "logprobs_and_entropy_from_hidden"):
+        function = getattr(model_module, name)
+
+        def spy(*args, function=function, **kwargs):
+            asked.append(kwargs["entropy"])
+            return function(*args, **kwargs)
+
+        monkeypatch.setattr(model_module, name, spy)
+    batch = ragged_batch(5, 6)
+    cases = [
+        ({}, {}, False),
+        ({"entropy_coeff": 0.0}, {}, False),
+        ({"entropy_coeff": 0.0}, {"calculate_entropy": False}, False),
+        ({"entropy_coeff": 0.0}, {"calculate_entropy": True}, True),
+        ({"entropy_coeff": 0.01}, {}, True),
+    ]
+    for config, meta, wanted in cases:
+        asked.clear()
+        result, engine = train(qwen, batch, config, meta | {"logits_optimization": mode}, max_tokens_per_mb=20)
+        assert asked == [wanted] * engine.backward_calls
+        assert ("entropy" in result["metrics"]) == wanted
+    for post, wanted in [
+        ("compute_logprobs", False),
+        ("compute_entropy", True),
+        ("compute_entropy_and_logprobs", True),
+    ]:
+        asked.clear()
+        meta = {"temperature": 1.0, "logits_optimization": mode}
+        run_pipeline(FakeEngine(qwen), (), batch, meta, {"post": [post]}, "cpu", backward=False)
+        assert asked == [wanted]
 
 
 @pytest.mark.parametrize("mode", MODES)
