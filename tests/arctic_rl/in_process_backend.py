@@ -1,5 +1,6 @@
 """A remote backend without a server: records every call, and runs the pipeline in this process where it has models."""
 
+import copy
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -8,9 +9,17 @@ import torch
 
 from integrations.arctic_rl.backends.base import RemoteBackend
 from integrations.arctic_rl.backends.sharding import join_rows, split_rows
+from integrations.arctic_rl.processors.attention import attention_implementation
 from integrations.arctic_rl.processors.pipeline import run_counted
 
 CANNED_METRICS = ("pg_loss", "entropy", "pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", "ratio_max_deviation", "kl_loss")
+
+
+def packable(model: torch.nn.Module) -> torch.nn.Module:
+    """A copy of the model with the attention that the server loads it with."""
+    twin = copy.deepcopy(model)
+    twin.set_attn_implementation(attention_implementation("cpu"))
+    return twin
 
 
 class InProcessBackend(RemoteBackend):

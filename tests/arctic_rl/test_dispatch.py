@@ -16,7 +16,7 @@ from integrations.arctic_rl.backends.loop_thread import LoopThread
 from integrations.arctic_rl.dispatch import ArcticDispatch
 from integrations.arctic_rl.errors import UnsupportedError
 from integrations.arctic_rl.skyrl_config import parse_config
-from tests.arctic_rl.in_process_backend import InProcessBackend
+from tests.arctic_rl.in_process_backend import InProcessBackend, packable
 from tests.arctic_rl.processors.helpers import tiny_model
 from tests.arctic_rl.skyrl_reference import (
     PAD_ID,
@@ -78,15 +78,6 @@ def policy():
 @pytest.fixture(scope="module")
 def reference():
     return tiny_model(attention="eager", seed=3)
-
-
-def packable(model):
-    """A copy of the model with the attention that the server loads it with where prompts are not shared."""
-    from integrations.arctic_rl.processors.attention import attention_implementation
-
-    twin = copy.deepcopy(model)
-    twin.set_attn_implementation(attention_implementation("cpu"))
-    return twin
 
 
 def stated_batch(**tensors):

@@ -23,7 +23,7 @@ from integrations.arctic_rl.processors import batching
 from integrations.arctic_rl.processors.skyrl_losses import load_policy_loss, pack_policy_loss
 from integrations.arctic_rl.skyrl_config import parse_config
 from integrations.arctic_rl.zorro.attention import register_shared_attention
-from tests.arctic_rl.in_process_backend import InProcessBackend
+from tests.arctic_rl.in_process_backend import InProcessBackend, packable
 from tests.arctic_rl.processors.helpers import gradients, tiny_model
 from tests.arctic_rl.skyrl_reference import (
     PAD_ID,
@@ -146,12 +146,6 @@ def run(policy, batch, cfg, ranks, loop, attention=None):
     dispatch = ArcticDispatch(cfg, backend, loop, pad_token_id=PAD_ID, inference_client=None)
     metrics = dispatch.forward_backward("policy", batch).metrics
     return backend.gradient(), metrics, backend, dispatch
-
-
-def packable(model):
-    from tests.arctic_rl.test_dispatch import packable as twin
-
-    return twin(model)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -27,7 +27,7 @@ from integrations.arctic_rl.backends.loop_thread import LoopThread
 from integrations.arctic_rl.compose import apply_mixin
 from integrations.arctic_rl.skyrl_config import parse_config
 from integrations.arctic_rl.trainer import ArcticTrainerMixin
-from tests.arctic_rl.in_process_backend import InProcessBackend
+from tests.arctic_rl.in_process_backend import InProcessBackend, packable
 from tests.arctic_rl.processors.helpers import tiny_model
 from tests.arctic_rl.skyrl_reference import PAD_ID, ReferenceTrainer, action_log_probs
 
@@ -142,14 +142,6 @@ def config(tmp_path, *settings):
 
 def models():
     return {"policy": tiny_model(attention="eager"), "ref": tiny_model(attention="eager", seed=3)}
-
-
-def packable(model):
-    from integrations.arctic_rl.processors.attention import attention_implementation
-
-    twin = copy.deepcopy(model)
-    twin.set_attn_implementation(attention_implementation("cpu"))
-    return twin
 
 
 def train(cfg, loop, *, ranks=1, per_token=True, lr=LR, count=PROMPTS, **rollouts):

@@ -11,10 +11,9 @@ from skyrl.backends.skyrl_train.workers.worker import PolicyWorkerBase
 from integrations.arctic_rl.backends.loop_thread import LoopThread
 from integrations.arctic_rl.dispatch import ArcticDispatch
 from integrations.arctic_rl.skyrl_config import parse_config
-from tests.arctic_rl.in_process_backend import InProcessBackend
+from tests.arctic_rl.in_process_backend import InProcessBackend, packable
 from tests.arctic_rl.processors.helpers import gradients, tiny_model
 from tests.arctic_rl.skyrl_reference import PAD_ID, rollout_batch, update_batch
-from tests.arctic_rl.test_dispatch import packable
 
 LOSS = "trainer.algorithm.policy_loss_type"
 CORRECTION = "trainer.algorithm.off_policy_correction"
