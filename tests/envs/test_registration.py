@@ -21,6 +21,31 @@ def test_both_ids_are_registered_and_again_is_harmless():
         assert skyrl_gym.registry[env_id].entry_point.endswith("envs.bird.env:BirdEnv")
 
 
+def test_a_users_package_registers_its_own_as_the_readme_says(tmp_path):
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    lines = readme.split("# my_envs/__init__.py\n")[1].split("```")[0]
+    assert len([line for line in lines.splitlines() if line]) <= 3
+    package = tmp_path / "my_envs"
+    package.mkdir()
+    (package / "__init__.py").write_text(lines)
+    (package / "env.py").write_text(
+        "from skyrl_gym.envs.base_text_env import BaseTextEnv\n"
+        "class MyEnv(BaseTextEnv):\n"
+        "    def __init__(self, env_config=None, extras=None):\n"
+        "        super().__init__()\n"
+    )
+    done = run(
+        f"""
+import importlib, sys
+sys.path.insert(0, {str(tmp_path)!r})
+import my_envs, skyrl_gym
+importlib.reload(my_envs)
+assert type(skyrl_gym.make("my_env", env_config=None, extras={{}})).__name__ == "MyEnv"
+"""
+    )
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize("order", [("envs", "skyrl_arctic_rl.envs"), ("skyrl_arctic_rl.envs", "envs")])
 def test_either_name_works_and_both_together(order):
     done = run(
