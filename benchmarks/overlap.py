@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import random
 import statistics
 import sys
@@ -26,7 +25,7 @@ from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 from tqdm import tqdm
 
 from benchmarks.report import print_line
-from benchmarks.scoring import warm
+from benchmarks.scoring import Cores, warm
 from benchmarks.sql_workload import REWARDS, Job, jobs, questions, write_database
 
 BOUND = 1.1
@@ -172,13 +171,15 @@ def measure(bench: Bench, repeats: int) -> int:
                 mode = "batched" if batched else "async"
                 scoring_s = run(f"{mode}: scoring", batched=batched, seconds_per_token=0.0, scored=True)
                 pace = scoring_s * LONGER_BY / unit
+                cores, cpu_before = Cores(), time.process_time()
                 generation_s = run(f"{mode}: generation", batched=batched, seconds_per_token=pace, scored=False)
+                elsewhere = cores.elsewhere(time.process_time() - cpu_before)
                 together_s = run(f"{mode}: together", batched=batched, seconds_per_token=pace, scored=True)
                 ratios[batched].append(together_s / max(generation_s, scoring_s))
                 print_line(
                     f"overlap/{mode}_of_one_repeat", ratios[batched][-1], None, "none", repeat=number,
                     generation_s=round(generation_s, 2), scoring_s=round(scoring_s, 2),
-                    together_s=round(together_s, 2), workers=bench.workers, load=round(os.getloadavg()[0], 2),
+                    together_s=round(together_s, 2), workers=bench.workers, cores_busy_elsewhere=elsewhere,
                 )  # fmt: skip
             skyrls_s = run("SkyRL's batched", batched=True, seconds_per_token=pace, scored=True, ours=False)
             print_line("overlap/skyrls_own_batched_mode", skyrls_s / generation_s, None, "none", repeat=number)

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import sqlite3
 import statistics
 import sys
@@ -79,6 +78,25 @@ class Taken:
     cpu_s: float
     """Of this process and of the workers alive at the end."""
     counts: Counter[str]
+    elsewhere: float
+    """Cores that other processes kept busy meanwhile, on average."""
+
+
+class Cores:
+    """Tells how many of this machine's cores others kept busy since it was made."""
+
+    def __init__(self) -> None:
+        self._began, self._busy_s = time.perf_counter(), self._machine_s()
+
+    @staticmethod
+    def _machine_s() -> float:
+        times = psutil.cpu_times()
+        return sum(times) - times.idle - times.iowait
+
+    def elsewhere(self, cpu_s: float) -> float:
+        """Cores busy with anything but the ``cpu_s`` seconds of CPU that are ours."""
+        wall_s = time.perf_counter() - self._began
+        return round(max(0.0, (self._machine_s() - self._busy_s - cpu_s) / wall_s), 2)
 
 
 def ours(batch: Sequence[Job], database: Path, *, workers: int, timeout_s: float, name: str) -> Taken:
@@ -88,12 +106,14 @@ def ours(batch: Sequence[Job], database: Path, *, workers: int, timeout_s: float
         pool = EnvPool(ScoringConfig(workers=workers))
         try:
             await warm(pool, database)
-            before, cpu_before, began = Counter(pool.counters), _cpu_s(pool.process_ids()), time.perf_counter()
+            before, cpu_before = Counter(pool.counters), _cpu_s(pool.process_ids())
+            cores, began = Cores(), time.perf_counter()
             rewards = await score(pool, batch, database, timeout_s=timeout_s, name=name)
             wall_s = time.perf_counter() - began
             counts = Counter(pool.counters)
             counts.subtract(before)
-            return rewards, Taken(wall_s, _cpu_s(pool.process_ids()) - cpu_before, counts)
+            cpu_s = _cpu_s(pool.process_ids()) - cpu_before
+            return rewards, Taken(wall_s, cpu_s, counts, cores.elsewhere(cpu_s))
         finally:
             await pool.aclose()
 
@@ -131,12 +151,12 @@ def plain(batch: Sequence[Job], database: Path, *, name: str) -> Taken:
         gold, predicted = query(job.gold), query(job.sql)
         return 1.0 if not isinstance(predicted, Exception) and predicted == gold else 0.1
 
-    began, cpu_before = time.perf_counter(), time.process_time()
+    cores, began, cpu_before = Cores(), time.perf_counter(), time.process_time()
     with ThreadPoolExecutor(PLAIN_THREADS) as threads:
         rewards = list(tqdm(threads.map(reward, batch), total=len(batch), desc=name, file=sys.stderr))
-    taken = Taken(time.perf_counter() - began, time.process_time() - cpu_before, Counter())
+    wall_s, cpu_s = time.perf_counter() - began, time.process_time() - cpu_before
     check(batch, rewards, name)
-    return taken
+    return Taken(wall_s, cpu_s, Counter(), cores.elsewhere(cpu_s))
 
 
 def check(batch: Sequence[Job], rewards: Sequence[float], name: str) -> None:
@@ -171,18 +191,19 @@ def measure(database: Path, *, repeats: int, workers: int, seed: int) -> int:
         full = ours(everything, database, workers=workers, timeout_s=TIME_LIMIT_S, name=f"with runaways {number}")
         throughputs.append(slow.wall_s / fast.wall_s)
         overheads.append(full.wall_s / ideal_s)
-        shared = {"repeat": number, "workers": workers, "load": round(os.getloadavg()[0], 2)}
+        shared = {"repeat": number, "workers": workers}
         print_line(
             "scoring/throughput_of_one_repeat", throughputs[-1], None, "none", **shared, jobs=len(healthy),
             plain_s=round(slow.wall_s, 2), ours_s=round(fast.wall_s, 2), plain_cpu_s=round(slow.cpu_s, 2),
             ours_cpu_s=round(fast.cpu_s, 2), jobs_per_s=round(len(healthy) / fast.wall_s, 1),
             distinct_queries=len(distinct), median_query_ms=round(1e3 * statistics.median(cpu), 1),
             parts=fast.counts["parts"], shared=fast.counts["shared"],
+            cores_busy_elsewhere=[slow.elsewhere, fast.elsewhere],
         )  # fmt: skip
         print_line(
             "scoring/runaways_of_one_repeat", overheads[-1], None, "none", **shared, jobs=len(everything),
             wall_s=round(full.wall_s, 2), ideal_s=round(ideal_s, 2), timed_out_s=timeouts,
-            killed=full.counts["timed_out"],
+            killed=full.counts["timed_out"], cores_busy_elsewhere=full.elsewhere,
         )  # fmt: skip
     ok = print_line("scoring/throughput", statistics.median(throughputs), THROUGHPUT, "min", repeats=repeats)
     ok &= print_line("scoring/runaways", statistics.median(overheads), RUNAWAYS, "max", repeats=repeats)
