@@ -368,48 +368,61 @@ def check_shares(problems: list[list[str]]) -> None:
         raise CheckpointError("the checkpoint is damaged, and nothing was loaded:\n- " + "\n- ".join(lines))
 
 
-def load_pieces(
-    directory: str | os.PathLike,
-    pieces: list[Piece],
-    *,
-    shapes: Mapping[str, tuple[int, ...]],
-    buffers: Mapping[str, torch.Tensor],
+def check_fit(
+    directory: str | os.PathLike, *, shapes: Mapping[str, tuple[int, ...]], buffers: Mapping[str, torch.Tensor]
 ) -> None:
-    """Fill an engine's pieces, whose moments are allocated, from the shares of all ranks.
+    """Hold the shares of all ranks against a model.
 
     Args:
-        directory: where the shares are; ``digest_problems`` has found none.
-        pieces: what this rank's engine holds, written in place.
+        directory: where the shares are.
         shapes: every trained parameter of the model, by name.
-        buffers: the model's persistent buffers, written in place.
+        buffers: the model's persistent buffers.
 
     Raises:
-        CheckpointError: the checkpoint is of another model, or has gaps; nothing has been written then.
+        CheckpointError: the checkpoint is of another model, or has gaps; with what differs, a line each.
     """
-    from contextlib import ExitStack
-
     shares = read_shares(directory)
-    saved: dict[str, list[dict[str, Any]]] = {}
-    for share in shares:
-        for entry in share["pieces"]:
-            saved.setdefault(entry["name"], []).append(entry)
-    problems = _fit_problems(saved, shapes)
+    problems = _fit_problems(_saved_pieces(shares), shapes)
     saved_buffers = set(shares[0]["buffer_names"])
     if saved_buffers != set(buffers):
         problems.append(f"its buffers are {sorted(saved_buffers)}, the model's {sorted(buffers)}")
     if problems:
         raise CheckpointError(f"the checkpoint {directory} does not fit the model:\n- " + "\n- ".join(problems))
+
+
+def load_pieces(directory: str | os.PathLike, pieces: list[Piece], buffers: Mapping[str, torch.Tensor]) -> None:
+    """Fill an engine's pieces, whose moments are allocated, from the shares of all ranks.
+
+    Args:
+        directory: where the shares are; ``digest_problems`` and ``check_fit`` found nothing.
+        pieces: what this rank's engine holds, written in place.
+        buffers: the model's persistent buffers, written in place.
+
+    Raises:
+        CheckpointError: parameters that share memory here have taken different counts of optimizer steps.
+    """
+    from contextlib import ExitStack
+
+    shares = read_shares(directory)
+    saved = _saved_pieces(shares)
     steps = _steps(pieces, saved)
     with ExitStack() as stack:
         files = _Files(Path(directory), stack)
-        if shares[0]["buffers"] is not None:
-            for name, buffer in buffers.items():
-                buffer.copy_(files.slice(shares[0]["buffers"], name)[...])
+        for name, buffer in buffers.items():
+            buffer.copy_(files.slice(shares[0]["buffers"], name)[...])
         for piece in pieces:
             if piece.step is not None:
                 piece.step.fill_(steps[id(piece.step)])
             for entry in saved[piece.name]:
                 _copy_overlap(files, entry, piece)
+
+
+def _saved_pieces(shares: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    saved: dict[str, list[dict[str, Any]]] = {}
+    for share in shares:
+        for entry in share["pieces"]:
+            saved.setdefault(entry["name"], []).append(entry)
+    return saved
 
 
 def _fit_problems(saved: Mapping[str, list[dict[str, Any]]], shapes: Mapping[str, tuple[int, ...]]) -> list[str]:

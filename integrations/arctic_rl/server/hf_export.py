@@ -9,6 +9,8 @@ from typing import Any
 
 from ..errors import CheckpointError
 
+_GENERATION = "generation_config.json"
+
 
 def export_model(engine: Any, zero_stage: int, model_path: str, directory: str | os.PathLike, *, rank: int) -> None:
     """Write weights, config, generation config and the model's own code, if any, to ``directory``, which is made.
@@ -37,9 +39,17 @@ def export_model(engine: Any, zero_stage: int, model_path: str, directory: str |
         _write(engine.module, weights, model_path, Path(directory))
 
 
+def _files_of(model_path: str) -> list[Path]:
+    """The base model's generation config and code, which are taken over as they are."""
+    from transformers.utils import cached_file
+
+    generation = cached_file(model_path, _GENERATION, _raise_exceptions_for_missing_entries=False)
+    return [*([] if generation is None else [Path(generation)]), *Path(model_path).glob("*.py")]
+
+
 def _write(model: Any, weights: dict[str, Any], model_path: str, folder: Path) -> None:
     from safetensors import SafetensorError
-    from transformers import AutoConfig
+    from transformers import AutoConfig, GenerationConfig
 
     from .checkpoint import persistent_buffers, sync_file
 
@@ -49,10 +59,16 @@ def _write(model: Any, weights: dict[str, Any], model_path: str, folder: Path) -
     state = weights | {name: value.cpu() for name, value in persistent_buffers(model).items()}
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        model.save_pretrained(folder, state_dict=state)
+        # Many a model's own generation config is one that transformers loads and refuses to write.
+        own, model.generation_config = model.generation_config, GenerationConfig()
+        try:
+            model.save_pretrained(folder, state_dict=state)
+        finally:
+            model.generation_config = own
         config.save_pretrained(folder)
-        for code in Path(model_path).glob("*.py"):
-            shutil.copy(code, folder)
+        (folder / _GENERATION).unlink(missing_ok=True)
+        for file in _files_of(model_path):
+            shutil.copy(file, folder)
         for file in folder.iterdir():
             sync_file(file)
     except (OSError, SafetensorError) as error:

@@ -204,17 +204,19 @@ class TrainingWorker:
             CheckpointError: the checkpoint is of another model.
         """
         from ..random_state import set_random_state
-        from .checkpoint import load_pieces, persistent_buffers, read_shares, refresh_model, resume_schedule
+        from .checkpoint import check_fit, load_pieces, persistent_buffers, read_shares, refresh_model, resume_schedule
 
         shares = read_shares(directory)
         module = self._engine.module
+        buffers = persistent_buffers(module)
         trained = self._spec.role == "policy"
         shapes = {
             name: tuple(value.ds_shape if hasattr(value, "ds_shape") else value.shape)
             for name, value in module.named_parameters()
             if value.requires_grad or not trained
         }
-        load_pieces(directory, self._pieces(allocate=True), shapes=shapes, buffers=persistent_buffers(module))
+        check_fit(directory, shapes=shapes, buffers=buffers)
+        load_pieces(directory, self._pieces(allocate=True), buffers)
         outcome: dict[str, Any] = {"same_ranks": len(shares) == self._world_size}
         if trained:
             refresh_model(self._engine, self._optimizer, self._spec.zero_stage)

@@ -1,0 +1,195 @@
+"""A remote backend on real training workers in spawned processes, without Ray and without engines that sample."""
+
+import asyncio
+import multiprocessing
+import random
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from integrations.arctic_rl.backends.base import RemoteBackend
+from integrations.arctic_rl.backends.sharding import join_rows, split_rows
+from integrations.arctic_rl.server.checkpoint import check_shares
+from integrations.arctic_rl.server.specs import TrainingSpec
+
+
+class RankProcesses:
+    """One process a rank; each holds a worker of every job, which ``setup`` makes anew."""
+
+    def __init__(self, world_size: int, folder: Path) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.world_size = world_size
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self._pipes, self._processes = [], []
+        for rank in range(world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, rank, world_size, port, str(folder)), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def call(self, method: str, job: str, *arguments: Any, shards: list[Any] | None = None, **keywords: Any) -> list:
+        """Results of all ranks of a method of ``job``'s worker; ``shards`` are first arguments, one a rank."""
+        for rank, pipe in enumerate(self._pipes):
+            first = () if shards is None else (shards[rank],)
+            pipe.send((method, job, (*first, *arguments), keywords))
+        answers = [pipe.recv() for pipe in self._pipes]
+        for error in (answer for failed, answer in answers if failed):
+            raise error
+        return [answer for _, answer in answers]
+
+    def close(self) -> None:
+        for pipe in self._pipes:
+            pipe.send(None)
+        for process in self._processes:
+            process.join(timeout=30)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+@contextmanager
+def rank_processes(world_size: int, folder: Path) -> Iterator[RankProcesses]:
+    processes = RankProcesses(world_size, folder)
+    try:
+        yield processes
+    finally:
+        processes.close()
+
+
+def _serve(pipe: Any, rank: int, world_size: int, port: int, folder: str) -> None:
+    from integrations.arctic_rl.server.training_worker import TrainingWorker
+
+    workers: dict[str, Any] = {}
+    while (message := pipe.recv()) is not None:
+        method, job, arguments, keywords = message
+        try:
+            if method == "limit_file_size":
+                answer = _limit_file_size(*arguments)
+            elif method == "setup":
+                spec, horizon = arguments
+                workers[job] = TrainingWorker(spec, rank, world_size, f"{folder}/rank-{rank}.log")
+                answer = workers[job].setup("127.0.0.1", port, horizon)
+            else:
+                if method == "run":
+                    _draw(rank)
+                answer = getattr(workers[job], method)(*arguments, **keywords)
+        except Exception as error:
+            print(f"{method}: {error}", file=sys.stderr, flush=True)
+            pipe.send((True, error))
+        else:
+            pipe.send((False, answer))
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def _draw(rank: int) -> None:
+    """Use up random numbers, on each rank another count, so that a random state that is not brought back shows."""
+    for _ in range(rank + 1):
+        random.gauss(0, 1), np.random.standard_normal(), torch.rand(3)
+
+
+def _limit_file_size(nbytes: int | None) -> None:
+    import resource
+
+    limit = resource.RLIM_INFINITY if nbytes is None else nbytes
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+
+
+class ProcessBackend(RemoteBackend):
+    """Training, log-probs and checkpoints; what samplers would do is skipped."""
+
+    def __init__(self, processes: RankProcesses, policy: TrainingSpec, reference: TrainingSpec | None = None) -> None:
+        self._processes = processes
+        self._specs = {"policy": policy, "ref": reference}
+
+    @classmethod
+    def from_config(cls, config: Any) -> "ProcessBackend":
+        raise AssertionError("made by tests alone")
+
+    async def initialize(self, num_training_steps: int) -> None:
+        for job, spec in self._specs.items():
+            if spec is not None:
+                await self._call("setup", job, spec, num_training_steps)
+
+    def dp_size(self, job: str) -> int:
+        return self._processes.world_size
+
+    async def fwd_no_grad(self, job: str, batch: dict, meta: dict, processing: dict) -> dict:
+        outputs = await self._run(job, batch, meta, processing, backward=False)
+        return {"batch": join_rows([output["batch"] for output in outputs]), "metrics": {}}
+
+    async def fwd_bwd(self, batch: dict, meta: dict, processing: dict) -> dict:
+        outputs = await self._run("policy", batch, meta, processing, backward=True)
+        rate = (await self._call("learning_rate", "policy"))[0]
+        result = {"avg_loss": outputs[0]["avg_loss"], "metrics": outputs[0]["metrics"], "lr": rate}
+        return result | {"micro_batches": [output["micro_batches"] for output in outputs]}
+
+    async def step(self) -> dict[str, float]:
+        return (await self._call("step", "policy"))[0]
+
+    async def update_reference(self) -> None:
+        import tempfile
+
+        with tempfile.TemporaryDirectory() as folder:
+            dtype = self._specs["ref"].dtype
+            exported = await self._call("export_weights", "policy", folder, 0, dtype)
+            await self._call("load_weights", "ref", exported[0])
+
+    async def save_checkpoint(self, job: str, directory: str) -> None:
+        await self._call("save_checkpoint", job, directory)
+
+    async def load_checkpoint(self, job: str, directory: str) -> dict[str, Any]:
+        check_shares(await self._call("checkpoint_problems", job, directory))
+        return (await self._call("load_checkpoint", job, directory))[0]
+
+    async def save_hf_model(self, directory: str) -> None:
+        await self._call("save_hf_model", "policy", directory)
+
+    async def generate(self, requests: list[dict]) -> list[dict]:
+        raise AssertionError("rollouts come from a recording")
+
+    async def sync_weights(self) -> int:
+        return 0
+
+    async def sleep_sampling(self, level: int) -> None: ...
+
+    async def wake_sampling(self, tags: list[str] | None) -> None: ...
+
+    async def pause_generation(self) -> None: ...
+
+    async def resume_generation(self) -> None: ...
+
+    async def reset_prefix_cache(self) -> None: ...
+
+    async def empty_training_cache(self) -> None: ...
+
+    async def node_ids(self) -> list[str]:
+        return ["this-node"]
+
+    async def destroy(self) -> None: ...
+
+    async def _run(self, job: str, batch: dict, meta: dict, processing: dict, *, backward: bool) -> list[dict]:
+        meta = dict(meta)
+        max_tokens = meta.pop("max_token_len_per_gpu")
+        return await self._call(
+            "run",
+            job,
+            meta,
+            processing,
+            shards=split_rows(batch, self._processes.world_size),
+            backward=backward,
+            max_tokens_per_mb=max_tokens,
+        )
+
+    async def _call(self, method: str, *arguments: Any, **keywords: Any) -> list[Any]:
+        return await asyncio.to_thread(self._processes.call, method, *arguments, **keywords)
