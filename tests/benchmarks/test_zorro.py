@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from benchmarks import zorro
+from benchmarks import zorro, zorro_gpu
 from integrations.arctic_rl.zorro.groups import RowGroup
 
 
@@ -40,3 +40,19 @@ def test_operations_are_counted_for_both_ways():
     together += 8 * (64 * per_token + (64 * 1024 + pairs(64)) * per_pair + 64 * head)
     assert zorro.Case(1024, 64, 8).flop_ratio(model) == pytest.approx(apart / together)
     assert zorro.Case(512, 128, 1, prompts=8).flop_ratio(model) == pytest.approx(1.0)
+
+
+def test_the_script_for_gpus_runs_on_a_tiny_model(capsys):
+    assert zorro_gpu.main(["--device", "cpu", "--shapes", "tiny", "--repeats", "1"]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["name"] for line in lines] == ["zorro_gpu/back_end"] * 2 + ["zorro_gpu/speedup"]
+    assert all(line["ratio"] < 1e-2 for line in lines[:2])
+    assert lines[2]["shared_utilisation"] is None
+    if not torch.cuda.is_available():
+        assert zorro_gpu.main([]) == 2
+
+
+@pytest.mark.parametrize(("shape", "billions"), [("0.6B", 0.596), ("1.7B", 1.72), ("4B", 4.02), ("8B", 8.19)])
+def test_shapes_have_the_published_number_of_parameters(shape: str, billions: float):
+    model = zorro_gpu.model_of(shape, "meta")
+    assert sum(parameter.numel() for parameter in model.parameters()) == pytest.approx(billions * 1e9, rel=0.01)
