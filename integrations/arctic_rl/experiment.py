@@ -12,12 +12,15 @@ from .backends import registry
 from .backends.loop_thread import LoopThread
 from .compose import apply_mixin
 from .environments import environment_modules, register_environments
+from .errors import UnsupportedError
+from .fully_async import ArcticFullyAsyncMixin
 from .generator import ArcticGeneratorMixin
 from .inference import ArcticInferenceClient
 from .prompt_dataset import check_environment_rows, make_prompt_dataset
 from .scoring import ScoringConfig
 from .server_config import server_config
 from .trainer import ArcticTrainerMixin
+from .weight_versions import WeightVersionsMixin
 
 
 class ArcticExpMixin:
@@ -112,6 +115,8 @@ class ArcticExpMixin:
             return generator
         arctic = cfg.trainer.arctic_rl
         generator = apply_mixin(ArcticGeneratorMixin, generator)
+        if cfg.trainer.fully_async.enabled:
+            generator = apply_mixin(WeightVersionsMixin, generator)
         generator.attach_scoring(
             ScoringConfig(
                 workers=arctic.scoring_workers or min(os.cpu_count() or 1, 8),
@@ -127,8 +132,25 @@ class ArcticExpMixin:
         return generator
 
     def get_trainer(self, **kwargs: Any) -> Any:
-        """The experiment's own trainer, on the backend."""
-        trainer = apply_mixin(ArcticTrainerMixin, super().get_trainer(**kwargs))
+        """The experiment's own trainer, SkyRL's asynchronous one where the config asks for it, on the backend.
+
+        Raises:
+            UnsupportedError: a recipe's own ``get_trainer`` gives a trainer of the other kind.
+        """
+        from skyrl.train.fully_async_trainer import FullyAsyncRayPPOTrainer
+
+        asynchronous = self.cfg.trainer.fully_async.enabled
+        if asynchronous and not self._recipe_overrides("get_trainer"):
+            trainer = FullyAsyncRayPPOTrainer(**kwargs)
+        else:
+            trainer = super().get_trainer(**kwargs)
+        if isinstance(trainer, FullyAsyncRayPPOTrainer) != asynchronous:
+            raise UnsupportedError(
+                f"trainer.fully_async.enabled={str(asynchronous).lower()}: the recipe's trainer "
+                f"{type(trainer).__name__} is {'not ' if asynchronous else ''}a FullyAsyncRayPPOTrainer; write "
+                f"{str(not asynchronous).lower()}, or return another trainer from get_trainer"
+            )
+        trainer = apply_mixin(ArcticFullyAsyncMixin if asynchronous else ArcticTrainerMixin, trainer)
         trainer.attach_backend(self._arctic_backend, self._arctic_loop)
         return trainer
 

@@ -171,7 +171,8 @@ class ArcticGeneratorMixin(OneMessageMixin, StepWiseMixin):
     ``generator.max_input_length`` before its first turn, and a step's ``postprocessed_action`` where log-probs of
     rollouts are kept, which would be those of other tokens.
 
-    Adds to ``rollout_metrics``, all of this ``generate`` call:
+    Adds to ``rollout_metrics``, all of this ``generate`` call, or, where calls overlap, of the time since another one
+    ended:
         generate/scoring_busy_s: seconds spent running environment calls, summed over workers.
         generate/scoring_exposed_s: wall seconds with an environment call outstanding and no inference in flight.
         generate/scoring_timed_out, generate/scoring_out_of_memory: calls, or parts of steps, whose worker was killed
@@ -194,6 +195,7 @@ class ArcticGeneratorMixin(OneMessageMixin, StepWiseMixin):
         self._overlap_clock = OverlapClock()
         self._env_pool: EnvPool | None = None
         self._scoring_counts: Counter[str] = Counter()
+        self._scoring_told: dict[str, float] = {}
         self._scorer_failures: Counter[str] = Counter()
         self._causes_told: set[tuple[str, str]] = set()
         self.inference_engine_client = TimedInferenceClient(self.inference_engine_client, self._overlap_clock)
@@ -398,8 +400,6 @@ class ArcticGeneratorMixin(OneMessageMixin, StepWiseMixin):
 
     async def generate(self, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
         """SkyRL's ``generate``, with rows that were not judged marked, and the scoring metrics added."""
-        busy_before, exposed_before = self._busy_seconds(), self._overlap_clock.exposed_s
-        counts_before, pool_before = self._scoring_counts.copy(), self._pool_counts()
         unjudged_ids: set[_Key] = set()
         tokens = _unjudged_ids.set(unjudged_ids), _batch_ids.set(input_batch.get("trajectory_ids"))
         try:
@@ -408,17 +408,24 @@ class ArcticGeneratorMixin(OneMessageMixin, StepWiseMixin):
             _unjudged_ids.reset(tokens[0])
             _batch_ids.reset(tokens[1])
         _leave_out_unjudged(output, input_batch.get("trajectory_ids"), unjudged_ids)
-        metrics = {
-            "generate/scoring_busy_s": self._busy_seconds() - busy_before,
-            "generate/scoring_exposed_s": self._overlap_clock.exposed_s - exposed_before,
-        }
-        for name in _COUNTED:
-            metrics[f"generate/scoring_{name}"] = self._scoring_counts[name] - counts_before[name]
-        for name, count in self._pool_counts().items():
-            metrics[f"generate/scoring_{name}"] = count - pool_before[name]
+        metrics = self._scoring_metrics()
         rollout_metrics = output["rollout_metrics"]
         output["rollout_metrics"] = metrics if rollout_metrics is None else {**rollout_metrics, **metrics}
         return output
+
+    def _scoring_metrics(self) -> dict[str, float]:
+        """What has come since the last call: the sum over calls is right also where ``generate`` calls overlap."""
+        totals = {"busy_s": self._busy_seconds(), "exposed_s": self._overlap_clock.exposed_s}
+        totals |= {name: self._scoring_counts[name] for name in _COUNTED} | self._pool_counts()
+        before, self._scoring_told = self._scoring_told, totals
+        return {f"generate/scoring_{name}": total - before.get(name, 0) for name, total in totals.items()}
+
+    def _forget_pool(self) -> EnvPool | None:
+        pool, self._env_pool = self._env_pool, None
+        self._scoring_told = {
+            name: total for name, total in self._scoring_told.items() if name in ("exposed_s", *_COUNTED)
+        }
+        return pool
 
     def _busy_seconds(self) -> float:
         return 0.0 if self._env_pool is None else self._env_pool.busy_seconds
@@ -429,14 +436,14 @@ class ArcticGeneratorMixin(OneMessageMixin, StepWiseMixin):
 
     def close(self) -> None:
         """End the scoring workers. May be called twice; a later environment call starts new ones."""
-        if self._env_pool is not None:
-            pool, self._env_pool = self._env_pool, None
+        pool = self._forget_pool()
+        if pool is not None:
             pool.close()
 
     async def aclose(self) -> None:
         """``close`` without blocking the event loop."""
-        if self._env_pool is not None:
-            pool, self._env_pool = self._env_pool, None
+        pool = self._forget_pool()
+        if pool is not None:
             await pool.aclose()
 
 

@@ -15,6 +15,7 @@ from skyrl.backends.skyrl_train.inference_servers.base import (
 
 from .errors import ArcticError, UnsupportedError
 from .sampling_params import expand_seed, to_vllm_kwargs
+from .weight_versions import note_weight_versions
 
 _STOP_REASONS = ("stop", "length", "abort")
 _SERVED_INPUTS = ("prompt_token_ids", "sampling_params", "session_ids", "cache_salt")
@@ -134,6 +135,7 @@ class ArcticInferenceClient(InferenceEngineInterface):
             for index, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
         ]
         results = await self._backend.generate(requests)
+        note_weight_versions(results)
         return self._output(results, len(requests), with_logprobs=kwargs["logprobs"] is not None)
 
     def _seeds(

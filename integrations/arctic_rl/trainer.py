@@ -35,7 +35,11 @@ class ArcticTrainerMixin(ResumeMixin, JudgedBaselineMixin, EqualRewardsMixin):
         self._arctic_backend = backend
         self._arctic_loop = loop
         self.prepare_resume()
-        self.add_callback(MetricsFile(Path(self.cfg.trainer.log_path) / METRICS_NAME))
+        self.write_metrics(MetricsFile(Path(self.cfg.trainer.log_path) / METRICS_NAME))
+
+    def write_metrics(self, file: MetricsFile) -> None:
+        """See to it that the file is given each step's metrics."""
+        self.add_callback(file)
 
     def build_models(self, PolicyWorker: Any, CriticWorker: Any, RefWorker: Any) -> None:
         """Bring up the backend's workers and build the dispatch.
@@ -78,8 +82,12 @@ class MetricsFile(TrainingCallback):
         self._path = path
 
     def on_log(self, trainer: Any, callback_input: CallbackInput, control: TrainingControl) -> None:
-        logs = {key: value for key, value in (callback_input.logs or {}).items() if isinstance(value, int | float)}
-        line = {"global_step": callback_input.global_step, **logs}
+        self.write(callback_input.global_step, callback_input.logs or {})
+
+    def write(self, global_step: int, logs: dict[str, Any]) -> None:
+        """Append a line with what of the logs is a number."""
+        numbers = {key: value for key, value in logs.items() if isinstance(value, int | float)}
+        line = {"global_step": global_step, **numbers}
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
