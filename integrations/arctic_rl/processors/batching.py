@@ -185,7 +185,8 @@ class RowBatch:
             return share_rows(ids, mask, plan.groups, self._prompt_width)
         if not self._pack:
             return PaddedRows(ids, mask, _positions(mask))
-        packed = pack_rows(ids, mask) if self.packed_input is None else self.packed_input.to(ids.device)
+        packed = self.packed_input
+        packed = packed.to(ids.device) if packed is not None and len(packed.flat_index) else pack_rows(ids, mask)
         if self._responses_only and len(packed.flat_index):
             scored = self._scored_columns(mask).expand(packed.shape)
             packed = dataclasses.replace(packed, scored=packed.pack(scored))

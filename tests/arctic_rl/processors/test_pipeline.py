@@ -302,6 +302,8 @@ def test_packed_input_may_have_empty_segments(qwen):
     plain = forward(qwen, {"input_ids": ids, "cu_seqlens": torch.tensor([0, 4, 9])})["batch"]["logprobs"]
     with_empty = forward(qwen, {"input_ids": ids, "cu_seqlens": torch.tensor([0, 0, 4, 4, 9, 9])})["batch"]["logprobs"]
     assert torch.equal(with_empty, plain)
+    nothing = forward(qwen, {"input_ids": ids[:, :0], "cu_seqlens": torch.tensor([0, 0])})["batch"]["logprobs"]
+    assert nothing.shape == (1, 0)
 
 
 @pytest.mark.parametrize("mode", AGG_MODES)
