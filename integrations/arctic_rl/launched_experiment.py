@@ -22,8 +22,8 @@ from .support import refusals
 OWN_ENGINES = ("get_inference_client", "_get_new_inference_client")
 """Methods of an experiment that start inference engines."""
 
-ASYNC_TRAINERS = ("FullyAsyncRayPPOTrainer",)
-"""Trainer classes of SkyRL's whose loop this backend does not serve yet."""
+SIMULATED_TRAINERS = ("FullyAsyncTrainerSim",)
+"""Trainer classes of SkyRL's that have no workers."""
 
 
 class LaunchedExpMixin(ArcticExpMixin):
@@ -107,10 +107,8 @@ def refuse_trainer(cls: type, cfg: Any) -> None:
         UnsupportedError: naming the class, and what to write.
     """
     for base in cls.__mro__:
-        if base.__name__ in ASYNC_TRAINERS and base.__module__.startswith("skyrl."):
-            raise UnsupportedError(
-                f"{cls.__name__}: fully asynchronous training is not there yet: use a RayPPOTrainer"
-            )
+        if base.__name__ in SIMULATED_TRAINERS and base.__module__.startswith("skyrl."):
+            raise UnsupportedError(f"{cls.__name__} only simulates training: use a FullyAsyncRayPPOTrainer")
     method = recipe_method(cls, "build_models", RayPPOTrainer)
     if method is not None:
         raise UnsupportedError(

@@ -25,6 +25,17 @@ SIZES = [
 ]
 
 
+ASYNCHRONOUS = [
+    "trainer.fully_async.enabled=true",
+    "trainer.fully_async.max_staleness_steps=2",
+    "trainer.fully_async.num_parallel_generation_workers=72",
+    "trainer.placement.colocate_all=false",
+    "trainer.algorithm.policy_loss_type=rollout_is",
+    *SIZES[1:],
+    "trainer.train_batch_size=24",
+]
+
+
 def gpus(nodes, per_node, engines, tensor_parallel=1):
     """Policy and reference model on all GPUs, and as many for engines."""
     return [
@@ -146,6 +157,39 @@ SHAPES = {
         ],
         ["trainer.policy.model.lora.rank=16", "trainer.critic.model.path=some/model"],
     ),
+    "fully asynchronous": (
+        [
+            *gpus(1, 4, 4),
+            *ASYNCHRONOUS,
+            "trainer.algorithm.off_policy_correction.tis_ratio_type=token",
+            "trainer.fully_async.clear_kv_cache_on_weight_sync=true",
+        ],
+        [],
+    ),
+    "fully asynchronous, and everything that this excludes": (
+        [
+            *SIZES,
+            *gpus(1, 4, 4),
+            "trainer.fully_async.enabled=true",
+            "trainer.fully_async.num_parallel_generation_workers=121",
+            "trainer.fully_async.sample_full_batch=true",
+            "trainer.fully_async.simulate_training=true",
+            "trainer.algorithm.dynamic_sampling.type=filter",
+            "generator.batched=true",
+            "generator.sampling_params.logprobs=null",
+        ],
+        [
+            "trainer.train_batch_size=96",
+            "trainer.fully_async.num_parallel_generation_workers=121",
+            "trainer.algorithm.policy_loss_type=regular",
+            "generator.sampling_params.logprobs=null",
+            "trainer.algorithm.dynamic_sampling.type=filter",
+            "trainer.fully_async.sample_full_batch=true",
+            "generator.batched=true",
+            "trainer.placement.colocate_all=true",
+            "trainer.fully_async.simulate_training=true",
+        ],
+    ),
     "served elsewhere": (
         [
             *SIZES,
@@ -207,7 +251,8 @@ def test_a_recipe_is_refused_for_exactly_what_is_not_there(name):
         assert f"\n\n{title}" in text
     assert ("\n\nRefused" in text) == bool(expected)
     assert "cannot be" not in text.split("\n\nServer")[1].split("\n\nSchedule")[0]
-    assert "horizon: floor(prompts / 96) x 1 epoch x 4 optimizer steps a batch" in text
+    sizes = (24, "1 optimizer step") if "trainer.train_batch_size=24" in overrides else (96, "4 optimizer steps")
+    assert "horizon: floor(prompts / {}) x 1 epoch x {} a batch".format(*sizes) in text
     assert all(len(line.splitlines()) == 1 for line in [*findings.refused, *findings.missing, *findings.ignored])
 
 

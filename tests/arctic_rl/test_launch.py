@@ -20,7 +20,7 @@ from skyrl.train import utils as skyrl_utils
 from skyrl.train.config import SkyRLTrainConfig
 from skyrl.train.entrypoints import main_base
 from skyrl.train.entrypoints.main_base import BasePPOExp
-from skyrl.train.fully_async_trainer import FullyAsyncRayPPOTrainer
+from skyrl.train.fully_async_trainer_sim import FullyAsyncTrainerSim
 from skyrl.train.trainer import RayPPOTrainer
 from skyrl_gym.envs import registration
 
@@ -517,8 +517,8 @@ class TestComposing:
             with pytest.raises(UnsupportedError, match="builds a RayPPOTrainer by itself: return it from get_trainer"):
                 RayPPOTrainer(cfg)
             Recorded(cfg)
-            with pytest.raises(UnsupportedError, match="FullyAsyncRayPPOTrainer: fully asynchronous"):
-                FullyAsyncRayPPOTrainer(cfg)
+            with pytest.raises(UnsupportedError, match="FullyAsyncTrainerSim only simulates training"):
+                FullyAsyncTrainerSim(cfg)
             with pytest.raises(UnsupportedError, match=r"OwnWorkers\.build_models starts training workers"):
                 builds(cfg)
             own = type("OwnReference", (RayPPOTrainer,), {"update_ref_with_policy": lambda self: None})

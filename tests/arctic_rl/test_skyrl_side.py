@@ -79,7 +79,7 @@ REFUSED = {
     "generator.inference_engine.enable_return_routed_experts": "true",
     "generator.inference_engine.engine_init_kwargs.quantization": "fp8",
     "generator.inference_engine.run_engines_locally": "false",
-    "trainer.fully_async.enabled": "true",
+    "trainer.fully_async.simulate_training": "true",
     "trainer.hf_save_interval": "5",
     "trainer.resume_mode": "from_path",
     "trainer.ckpt_path": "s3://bucket/ckpt",

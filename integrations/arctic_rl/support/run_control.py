@@ -16,6 +16,7 @@ from .entries import (
     without_evaluation,
     without_reference,
 )
+from .fully_async import FULLY_ASYNC
 
 _TRAINER = "skyrl.train.trainer:RayPPOTrainer"
 _TRAIN = f"{_TRAINER}.train"
@@ -52,8 +53,6 @@ def _off(value: Any) -> bool:
     return isinstance(value, int) and value <= 0
 
 
-_ASYNC = PartOf("trainer.fully_async.enabled", "trainer.fully_async.enabled=false")
-_SIMULATION = PartOf("trainer.fully_async.simulate_training", "trainer.fully_async.simulate_training=false")
 _HEADS = PartOf("trainer.mtp.enabled", "trainer.mtp.enabled=false")
 
 RUN_CONTROL: dict[str, Entry] = under(
@@ -62,14 +61,7 @@ RUN_CONTROL: dict[str, Entry] = under(
         "mtp.enabled": Refused("multi-token-prediction heads are not trained", "write false"),
         "mtp.num_speculative_tokens": _HEADS,
         "mtp.loss_weight": _HEADS,
-        "fully_async.enabled": Refused("fully asynchronous training is not there yet", "write false"),
-        "fully_async.max_staleness_steps": _ASYNC,
-        "fully_async.num_parallel_generation_workers": _ASYNC,
-        "fully_async.sample_full_batch": _ASYNC,
-        "fully_async.clear_kv_cache_on_weight_sync": _ASYNC,
-        "fully_async.simulate_training": Refused("this backend trains", "write false"),
-        "fully_async.simulate_training_step_seconds": _SIMULATION,
-        "fully_async.simulate_weight_sync_seconds": _SIMULATION,
+        **FULLY_ASYNC,
         "seed": ours("seeds workers and engines here, and the data loader in SkyRL's code"),
         "resume_mode": skyrls(
             "where to start; a checkpoint found by latest is refused", f"{_TRAINER}.__init__", limit=_resume_mode
