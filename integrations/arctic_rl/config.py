@@ -48,7 +48,7 @@ class ArcticRLConfig:
     """How log-probs come from the last layer: none = all logits at once, compute = chunks of existing logits, memory =
     chunks of logits from hidden states; None = memory where the model has a linear LM head, else compute."""
     logits_optimization_peak_mem_size_in_gib: float | None = None
-    """GiB that a chunk's float32 buffers may take; None = 1 on GPUs, room for 192 tokens on CPUs."""
+    """GiB that the buffers for logits may take; None = 1 on GPUs, 0.01 on CPUs."""
     logits_compute_in_fp32: bool = True
     """Softmax in float32 whatever the model's dtype; false = in the logits' dtype (bfloat16: off by up to 0.1 nat)."""
     logits_compute_from_fp32_inputs: bool = False
