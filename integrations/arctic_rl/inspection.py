@@ -44,8 +44,9 @@ def inspect_config(cfg: Any) -> Findings:
     refused = [*mistyped, *imports, *refusals(cfg), *recipe_problems(cfg)]
     named = {_setting(line) for line in refused}
     refused += [line for line in setting_problems(cfg) if _setting(line) not in named]
-    refused += [*model_kind_problems(cfg), *checkpoint_problems(cfg)]
-    missing = [*data_problems(cfg), *model_problems(cfg), *_key_problems(cfg), *worker_count_problems(cfg)]
+    refused += model_kind_problems(cfg)
+    files = [*data_problems(cfg), *model_problems(cfg), *checkpoint_problems(cfg)]
+    missing = [*files, *_key_problems(cfg), *worker_count_problems(cfg)]
     return Findings(_distinct([*refused, *_skyrl_problems(cfg)]), missing, ignored)
 
 

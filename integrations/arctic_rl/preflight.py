@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from .errors import ConfigError
+from .checkpoint import STEP_PREFIX, latest, read_manifest
+from .errors import CheckpointError, ConfigError
 from .prompt_dataset import check_data_files
 from .recipe_checks import tokens_of_a_rollout
 
-LATEST_CHECKPOINT = "latest_ckpt_global_step.txt"
 WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
 
 
@@ -87,12 +88,38 @@ def _models(cfg: Any) -> list[tuple[str, str]]:
 
 
 def checkpoint_problems(cfg: Any) -> Iterator[str]:
-    """A checkpoint that ``resume_mode=latest`` finds: resuming is not there yet."""
-    if cfg.trainer.resume_mode != "latest":
-        return
-    marker = Path(cfg.trainer.ckpt_path) / LATEST_CHECKPOINT
-    if marker.is_file():
-        yield (
-            f"trainer.resume_mode=latest finds a checkpoint at {marker.parent} (step {marker.read_text().strip()}), "
-            "and resuming is not there yet: write trainer.resume_mode=null to start afresh, or change ckpt_path"
-        )
+    """Folders that cannot be written, and a checkpoint to go on from that is missing or not whole, a line each."""
+    trainer = cfg.trainer
+    written = {"export_path": True, "ckpt_path": trainer.ckpt_interval > 0}
+    for name in (name for name, used in written.items() if used):
+        problem = _folder_problem(_local(vars(trainer)[name]))
+        if problem is not None:
+            yield f"trainer.{name}={vars(trainer)[name]}: {problem}"
+    try:
+        if trainer.resume_mode == "latest":
+            setting = f"trainer.resume_mode=latest, ckpt_path={trainer.ckpt_path}"
+            folder = latest(_local(trainer.ckpt_path))
+        elif trainer.resume_mode == "from_path" and trainer.resume_path:
+            setting, folder = f"trainer.resume_path={trainer.resume_path}", _local(trainer.resume_path)
+        else:
+            return
+        if folder is not None:
+            if not folder.name.startswith(STEP_PREFIX):
+                yield f"{setting}: SkyRL wants a folder whose name begins with {STEP_PREFIX}"
+            read_manifest(folder)
+    except CheckpointError as error:
+        yield f"{setting}: {' '.join(str(error).split())}"
+
+
+def _local(path: str) -> Path:
+    return Path(path).expanduser()
+
+
+def _folder_problem(folder: Path) -> str | None:
+    """Why nothing can be written below a folder, which need not be there yet."""
+    at = folder
+    while not at.exists() and at != at.parent:
+        at = at.parent
+    if not at.is_dir():
+        return f"{at} is not a folder"
+    return None if os.access(at, os.W_OK | os.X_OK) else f"no permission to write to {at}"

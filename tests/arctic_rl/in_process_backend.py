@@ -11,6 +11,16 @@ from integrations.arctic_rl.backends.base import RemoteBackend
 from integrations.arctic_rl.backends.sharding import join_rows, split_rows
 from integrations.arctic_rl.processors.attention import attention_implementation
 from integrations.arctic_rl.processors.pipeline import run_counted
+from integrations.arctic_rl.random_state import random_state
+from integrations.arctic_rl.server.checkpoint import (
+    check_shares,
+    digest_problems,
+    engine_pieces,
+    load_pieces,
+    read_shares,
+    reference_pieces,
+    write_share,
+)
 
 CANNED_METRICS = ("pg_loss", "entropy", "pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", "ratio_max_deviation", "kl_loss")
 
@@ -143,11 +153,20 @@ class InProcessBackend(RemoteBackend):
 
     async def save_checkpoint(self, job: str, directory: str) -> None:
         self._record("save_checkpoint", job, directory)
+        if job in self._engines:
+            facts = {"random": random_state(), "optimizer_steps": self.names().count("step"), "settings": {}}
+            pieces = self._pieces(job, allocate=False)
+            write_share(directory, pieces, rank=0, world_size=1, replicated=True, buffers={}, facts=facts)
 
     async def load_checkpoint(self, job: str, directory: str) -> dict[str, Any]:
         self._record("load_checkpoint", job, directory)
-        settings = {"lr": self._lr}
-        return {"same_ranks": True, "optimizer_steps": 7, "saved": settings, "now": settings}
+        steps, settings = 7, {"lr": self._lr}
+        if job in self._engines:
+            check_shares([digest_problems(directory, rank=0, world_size=1)])
+            (share,) = read_shares(directory)
+            steps = share["optimizer_steps"]
+            load_pieces(directory, self._pieces(job, allocate=True), {})
+        return {"same_ranks": True, "optimizer_steps": steps, "saved": settings, "now": settings}
 
     async def save_hf_model(self, directory: str) -> None:
         self._record("save_hf_model", directory)
@@ -165,6 +184,12 @@ class InProcessBackend(RemoteBackend):
         self.calls.append((name, arguments))
         if name in self._failing:
             raise RuntimeError(f"{name} was told to fail")
+
+    def _pieces(self, job: str, *, allocate: bool) -> list[Any]:
+        engine = self._engines[job]
+        if job == "ref":
+            return reference_pieces(engine.module)
+        return engine_pieces(engine, self._optimizer, 0, allocate=allocate)
 
     def _run(self, job: str, batch: dict, meta: dict, processing: dict, *, backward: bool) -> list[dict]:
         meta = dict(meta)

@@ -40,7 +40,7 @@ class Rollouts:
 
     Args:
         recording: rollouts by the number of the batch and its uids; filled.
-        flat: numbers of batches of whose prompts only the first two earn different rewards for their samples.
+        flat: numbers of batches of whose prompts only the first earns different rewards for its samples.
     """
 
     def __init__(self, recording: dict[Any, Any], flat: tuple[int, ...] = ()) -> None:
@@ -66,7 +66,7 @@ class Rollouts:
         lengths = draw.integers(1, 7, rows)
         rewards = draw.choice([0.0, 0.1, 0.5, 1.0], rows).tolist()
         if number in self._flat:
-            rewards = [float(row) if row < 2 * SAMPLES else 0.5 for row in range(rows)]
+            rewards = [float(row) if row < SAMPLES else 0.5 for row in range(rows)]
         return {
             "prompt_token_ids": [list(prompt) for prompt in prompt_rows],
             "response_ids": [draw.integers(1, 128, length).tolist() for length in lengths],

@@ -12,6 +12,7 @@ from skyrl.train.config.config import AlgorithmConfig, make_config
 from skyrl.train.utils import validate_cfg
 from skyrl_gym.envs.registration import registry
 
+from integrations.arctic_rl.checkpoint import set_latest, write_manifest
 from integrations.arctic_rl.checks import setting_problems
 from integrations.arctic_rl.entrypoint import load_config
 from integrations.arctic_rl.errors import ConfigError, UnsupportedError
@@ -80,7 +81,6 @@ REFUSED = {
     "generator.inference_engine.engine_init_kwargs.quantization": "fp8",
     "generator.inference_engine.run_engines_locally": "false",
     "trainer.fully_async.simulate_training": "true",
-    "trainer.hf_save_interval": "5",
     "trainer.resume_mode": "from_path",
     "trainer.ckpt_path": "s3://bucket/ckpt",
     "trainer.policy.fsdp_config.mixed_precision.reduce_dtype": "bf16",
@@ -103,7 +103,7 @@ class TestRefusals:
         cfg = parse(
             "trainer.policy.model.lora.rank=8",
             "generator.vision_language_generator=true",
-            "trainer.hf_save_interval=5",
+            "trainer.mtp.enabled=true",
         )
         assert len(refusals(cfg)) == 3
 
@@ -149,12 +149,45 @@ class TestPreflight:
         for said in ("/nowhere/train.parquet: no such file", "no config.json", "no weights", "no such folder"):
             assert said in problems
 
-    def test_a_checkpoint_is_not_silently_ignored(self, tmp_path):
-        (tmp_path / "ckpt").mkdir()
-        (tmp_path / "ckpt" / "latest_ckpt_global_step.txt").write_text("7")
-        (line,) = preflight_problems(self.cfg(tmp_path))
-        assert "step 7" in line and "resume_mode=null" in line
+    def checkpoint(self, tmp_path):
+        folder = tmp_path / "ckpt" / "global_step_7"
+        (folder / "policy").mkdir(parents=True)
+        write_manifest(folder, 7)
+        set_latest(folder.parent, 7)
+        return folder
+
+    def test_a_checkpoint_to_go_on_from(self, tmp_path):
+        folder = self.checkpoint(tmp_path)
+        from_path = ("trainer.resume_mode=from_path", f"trainer.resume_path={folder}")
+        for overrides in ((), from_path, ("trainer.resume_mode=null",)):
+            assert preflight_problems(self.cfg(tmp_path, *overrides)) == []
+
+    def test_a_checkpoint_that_is_not_whole(self, tmp_path):
+        folder = self.checkpoint(tmp_path)
+        (folder / "manifest.json").unlink()
+        for overrides, said in (
+            ((), "trainer.resume_mode=latest"),
+            (("trainer.resume_mode=from_path", f"trainer.resume_path={folder}"), f"trainer.resume_path={folder}"),
+        ):
+            (line,) = preflight_problems(self.cfg(tmp_path, *overrides))
+            assert line.startswith(said) and "manifest.json" in line
         assert preflight_problems(self.cfg(tmp_path, "trainer.resume_mode=null")) == []
+
+    def test_a_checkpoint_that_is_gone(self, tmp_path):
+        folder = self.checkpoint(tmp_path)
+        folder.rename(folder.parent / "elsewhere")
+        (line,) = preflight_problems(self.cfg(tmp_path))
+        assert "names global_step_7, which is not there" in line
+        overrides = ("trainer.resume_mode=from_path", f"trainer.resume_path={folder.parent / 'elsewhere'}")
+        (line,) = preflight_problems(self.cfg(tmp_path, *overrides))
+        assert "begins with global_step_" in line
+
+    @pytest.mark.parametrize("name", ["ckpt_path", "export_path"])
+    def test_folders_that_cannot_be_written(self, tmp_path, name):
+        file = tmp_path / "a file"
+        file.touch()
+        (line,) = preflight_problems(self.cfg(tmp_path, f"trainer.{name}={file}/below"))
+        assert line.startswith(f"trainer.{name}=") and line.endswith("is not a folder")
 
 
 BAD = {

@@ -179,10 +179,6 @@ class TestRefused:
         assert refusals(cfg) == []
         assert mentions(without_effect(cfg), setting)
 
-    def test_other_values_that_mean_off_are_not_refused(self):
-        for value in (-1, 0, -7):
-            assert refusals(parse_config([*BASE, f"trainer.hf_save_interval={value}"])) == []
-
     def test_all_are_reported_at_once_in_the_order_of_the_config(self):
         cfg = parse_config(
             [
@@ -190,13 +186,13 @@ class TestRefused:
                 "generator.vision_language_generator=true",
                 "trainer.policy.model.lora.rank=8",
                 "trainer.policy.model.path=a/model",
-                "trainer.hf_save_interval=5",
+                "trainer.mtp.enabled=true",
             ]
         )
         names = [line.split("=")[0] for line in refusals(cfg)]
         assert names == [
             "trainer.policy.model.lora.rank",
-            "trainer.hf_save_interval",
+            "trainer.mtp.enabled",
             "generator.vision_language_generator",
         ]
 
@@ -280,7 +276,7 @@ class TestWithoutEffect:
     @pytest.mark.parametrize("setting", kind(PartOf))
     def test_a_detail_of_a_refused_feature_is_left_to_the_feature(self, setting, recipes):
         feature = TABLE[setting].feature
-        cfg = changed(context_of(setting, recipes), feature, "from_path" if feature.endswith("resume_mode") else None)
+        cfg = changed(context_of(setting, recipes), feature)
         alone = refusals(cfg)
         cfg = changed(cfg, setting)
         assert refusals(cfg) == alone and len(alone) == 1
@@ -348,7 +344,9 @@ LIMITS = {
     "trainer.algorithm.dynamic_sampling.type=drop": "null, filter, replace",
     "trainer.logger=wandbb": "wandb, mlflow, swanlab, tensorboard, console",
     "trainer.resume_mode=newest": "latest",
-    "trainer.resume_mode=from_path": "null to start afresh",
+    "trainer.resume_mode=from_path": "trainer.resume_path is not set",
+    "trainer.resume_mode=from_path trainer.resume_path=s3://bucket/global_step_3": "a local folder",
+    "trainer.max_ckpts_to_keep=0": "1 or more",
     "trainer.ckpt_path=s3://bucket/x": "a local folder",
     "trainer.export_path=gs://bucket/x": "a local folder",
     "generator.zero_reward_on_non_stop=true generator.batched=true": "generator.batched=false",
@@ -375,6 +373,8 @@ def test_a_value_that_cannot_be_honoured_is_refused(overrides):
         "trainer.algorithm.advantage_estimator=rloo trainer.algorithm.kl_estimator_type=abs",
         "trainer.resume_mode=null",
         "trainer.resume_mode=none",
+        "trainer.resume_mode=from_path trainer.resume_path=runs/global_step_3",
+        "trainer.max_ckpts_to_keep=0 trainer.ckpt_interval=-1",
         "generator.zero_reward_on_non_stop=true generator.chat_template_kwargs.a=1",
         "generator.sampling_params.additional_kwargs.seed=1",
         "generator.inference_engine.engine_init_kwargs.max_model_len=4096",

@@ -23,9 +23,11 @@ _TRAIN = f"{_TRAINER}.train"
 _EXPERIMENT = "skyrl.train.entrypoints.main_base:BasePPOExp"
 _EVALUATE = "skyrl.train.evaluate:evaluate"
 _RUNS = "tests/arctic_rl/test_own_trainer.py::"
+_ENGINES = "tests/arctic_rl/test_checkpoint_engines.py::"
+_RESUME = "tests/arctic_rl/test_resume.py::"
 
 LOGGERS = ("wandb", "mlflow", "swanlab", "tensorboard", "console")
-RESUME_MODES = (None, "none", "latest")
+RESUME_MODES = (None, "none", "latest", "from_path")
 
 
 def _logger(setting: str, value: Any, cfg: Any) -> Iterable[str]:
@@ -34,10 +36,15 @@ def _logger(setting: str, value: Any, cfg: Any) -> Iterable[str]:
 
 
 def _resume_mode(setting: str, value: Any, cfg: Any) -> Iterable[str]:
-    if value == "from_path":
-        yield refusal(setting, value, "resuming is not there yet", "write null to start afresh")
-    elif value not in RESUME_MODES:
+    if value not in RESUME_MODES:
         yield refusal(setting, value, "no such choice", "write null, none, latest or from_path")
+    elif value == "from_path" and not cfg.trainer.resume_path:
+        yield refusal(setting, value, "trainer.resume_path is not set", "write the checkpoint's folder there")
+
+
+def _kept(setting: str, value: Any, cfg: Any) -> Iterable[str]:
+    if value == 0:
+        yield refusal(setting, value, "it would remove each checkpoint", "write 1 or more, or -1 to keep all")
 
 
 def _local_folder(setting: str, value: Any, cfg: Any) -> Iterable[str]:
@@ -49,8 +56,12 @@ def _only_wandb(cfg: Any) -> str | None:
     return None if cfg.trainer.logger == "wandb" else "read by the wandb tracker only"
 
 
-def _off(value: Any) -> bool:
-    return isinstance(value, int) and value <= 0
+def _without_checkpoints(cfg: Any) -> str | None:
+    return None if cfg.trainer.ckpt_interval > 0 else "no checkpoints"
+
+
+def _not_from_path(cfg: Any) -> str | None:
+    return None if cfg.trainer.resume_mode == "from_path" else "read with trainer.resume_mode=from_path only"
 
 
 _HEADS = PartOf("trainer.mtp.enabled", "trainer.mtp.enabled=false")
@@ -63,16 +74,38 @@ RUN_CONTROL: dict[str, Entry] = under(
         "mtp.loss_weight": _HEADS,
         **FULLY_ASYNC,
         "seed": ours("seeds workers and engines here, and the data loader in SkyRL's code"),
-        "resume_mode": skyrls(
-            "where to start; a checkpoint found by latest is refused", f"{_TRAINER}.__init__", limit=_resume_mode
+        "resume_mode": ours(
+            "where to start: afresh, from the latest checkpoint, or from resume_path; never from one that is damaged, "
+            "of another model or of other data",
+            f"{_ENGINES}test_a_resumed_run_is_the_run_that_was_not_stopped",
+            f"{_RESUME}test_latest_is_taken_up",
+            limit=_resume_mode,
         ),
-        "resume_path": PartOf("trainer.resume_mode", "trainer.resume_mode is not from_path"),
+        "resume_path": ours(
+            "a checkpoint's folder",
+            f"{_ENGINES}test_a_resumed_run_is_the_run_that_was_not_stopped",
+            limit=_local_folder,
+            idle=_not_from_path,
+        ),
         "log_path": ours("logs of workers, metrics.jsonl and optimizer_steps.jsonl"),
-        "ckpt_path": skyrls("folder of checkpoints", f"{_TRAINER}.save_checkpoints", limit=_local_folder),
-        "max_ckpts_to_keep": skyrls("old checkpoints are removed", f"{_TRAINER}._cleanup_old_checkpoints"),
+        "ckpt_path": ours(
+            "folder of checkpoints, one that all nodes share",
+            f"{_RESUME}test_latest_is_taken_up",
+            limit=_local_folder,
+        ),
+        "max_ckpts_to_keep": ours(
+            "checkpoints that stay, the last ones that were saved; older ones go once a new one is whole; -1 = all",
+            f"{_RESUME}test_old_checkpoints_go_once_a_new_one_is_whole",
+            limit=_kept,
+            idle=_without_checkpoints,
+        ),
         "ckpt_interval": skyrls("steps between checkpoints; 0 or less = none", _TRAIN),
-        "hf_save_interval": Refused("Hugging Face export is not there yet", "write -1", same=_off),
-        "export_path": skyrls("folder of dumped batches and evaluations", _EVALUATE, limit=_local_folder),
+        "hf_save_interval": skyrls(
+            "steps between exports, which transformers and vLLM load; 0 or less = none",
+            _TRAIN,
+            f"{_ENGINES}test_an_export_gives_the_trainers_log_probs",
+        ),
+        "export_path": skyrls("folder of exports, dumped batches and evaluations", _EVALUATE, limit=_local_folder),
         "epochs": skyrls("passes over the data", _TRAIN),
         "max_training_steps": skyrls("the run ends after so many batches", _TRAIN),
         "update_epochs_per_batch": skyrls(
