@@ -9,6 +9,7 @@ delta = rowsum(dO * O), the gradient of a score is P (dO v - delta), whichever k
 Results may be wider than the inputs: the CPU back ends leave them in float32, so that a merge of two rounds only once.
 """
 
+import functools
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -53,6 +54,7 @@ class Kernel:
     """Whether it takes one problem of a pass at a time."""
 
 
+@functools.cache
 def choose_kernel(
     device_type: str, dtype: torch.dtype, settings: ScoreSettings, *, head_dims: tuple[int, int]
 ) -> Kernel:

@@ -196,6 +196,28 @@ def test_a_window_that_holds_the_end_of_prompts(qwen):
     assert (outputs[0] - outputs[1]).abs().max() < 1e-5
 
 
+def test_steps_of_trajectories_share_what_their_group_has_in_common(qwen):
+    """Three rollouts of two steps: a later step's prompt is the first one's with its response and an observation."""
+    generator = torch.Generator().manual_seed(4)
+
+    def tokens(length: int) -> list[int]:
+        return torch.randint(0, 128, (length,), generator=generator).tolist()
+
+    prompt, rows = tokens(30), []
+    for rollout in range(3):
+        first = prompt + tokens(4 + rollout)
+        rows += [(prompt, first[30:]), (first + tokens(5), tokens(3))]
+    prompts, responses = (max(len(part) for part in parts) for parts in zip(*rows, strict=True))
+    ids, mask = torch.zeros(2, len(rows), prompts + responses, dtype=torch.int64)
+    for place, (before, after) in enumerate(rows):
+        span = slice(prompts - len(before), prompts + len(after))
+        ids[place, span] = torch.tensor(before + after)
+        mask[place, span] = 1
+    batch = {"input_ids": ids, "attention_mask": mask, "prompts": ids[:, :prompts], "loss_mask": mask[:, prompts:]}
+    shared, plain = assert_same_update(qwen, batch, {"loss_fn": "sft"}, max_tokens_per_mb=1000)
+    assert tokens_of(plain) - tokens_of(shared) == 5 * 30
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_random_batches_and_budgets(qwen, seed: int):
     generator = torch.Generator().manual_seed(seed)
