@@ -1,24 +1,17 @@
 """Real DeepSpeed engines on two ranks with unequal rows: the update equals that of plain PyTorch on all rows."""
 
-import os
-import socket
-from pathlib import Path
-
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from integrations.arctic_rl.processors.pipeline import run_pipeline
+from tests.arctic_rl.processors.deepspeed_ranks import STAGES, assert_plain_updates, on_two_ranks
 from tests.arctic_rl.processors.helpers import FakeEngine, ragged_batch, tiny_model
 
 pytestmark = pytest.mark.slow
 
-STAGES = (0, 2, 3)
 META = {"temperature": 0.8, "logits_optimization": "memory", "calculate_entropy": True}
 PROCESSING = {"loss_fn": "grpo", "config": {"entropy_coeff": 0.01, "use_kl_loss": True}}
 ROWS = ([0], [1, 2, 3, 4, 5, 6, 7])
-UPDATES = 2
 
 
 def whole_batch() -> dict[str, torch.Tensor]:
@@ -31,60 +24,19 @@ def run(engine, batch: dict) -> float:
     return run_pipeline(engine, (), batch, META, PROCESSING, "cpu", max_tokens_per_mb=25)["avg_loss"]
 
 
-def worker(rank: int, folder: str, port: int) -> None:
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    torch.set_num_threads(1)
-    import deepspeed
+def model_of(stage: int) -> torch.nn.Module:
+    return tiny_model()
 
-    deepspeed.init_distributed("gloo")
-    results = {}
-    for stage in STAGES:
-        config = {
-            "train_micro_batch_size_per_gpu": 1,
-            "gradient_clipping": 0.0,
-            "managed_gradient_accumulation": False,
-            "zero_optimization": {"stage": stage, "overlap_comm": False},
-            "zero_allow_untested_optimizer": True,
-            "zero_force_ds_cpu_optimizer": False,
-        }
-        model = tiny_model()
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-        for _ in range(UPDATES):
-            loss = run(engine, {name: value[ROWS[rank]] for name, value in whole_batch().items()})
-            engine.step()
-        weights = {}
-        for name, parameter in engine.module.named_parameters():
-            with deepspeed.zero.GatheredParameters([parameter], enabled=stage == 3):
-                weights[name] = parameter.detach().clone()
-        results[stage] = (loss, weights)
-    torch.save(results, Path(folder) / f"rank{rank}.pt")
-    dist.destroy_process_group()
+
+def step(engine, rank: int) -> float:
+    return run(engine, {name: value[ROWS[rank]] for name, value in whole_batch().items()})
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory) -> list[dict]:
-    folder = tmp_path_factory.mktemp("deepspeed")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    mp.spawn(worker, (str(folder), port), nprocs=2)
-    return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in (0, 1)]
+    return on_two_ranks(tmp_path_factory.mktemp("deepspeed"), model_of, step)
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_updates_equal_plain_pytorch(ranks: list[dict], stage: int):
-    start = {name: parameter.detach().clone() for name, parameter in tiny_model().named_parameters()}
-    model = tiny_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    for _ in range(UPDATES):
-        optimizer.zero_grad()
-        loss = run(FakeEngine(model), whole_batch())
-        optimizer.step()
-    for rank in ranks:
-        result, weights = rank[stage]
-        assert result == pytest.approx(loss, rel=1e-5)
-        for name, parameter in model.named_parameters():
-            change = parameter.detach() - start[name]
-            assert (weights[name] - parameter).norm() <= 1e-4 * change.norm(), name
+    assert_plain_updates(ranks, stage, tiny_model(), lambda model: run(FakeEngine(model), whole_batch()))
