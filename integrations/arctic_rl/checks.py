@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import math
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 from .algorithm_rules import correction_refusals, loss_problems
 from .backends import registry
 from .config import PREFIX
-from .sampling_params import to_vllm_kwargs
+from .sampling_params import sampling_problems
 from .scoring_checks import scoring_problems
 from .server.schedule import schedule_problems
 from .server_config import server_config
@@ -74,11 +74,14 @@ _COUNTS = (
     "generator.inference_engine.data_parallel_size",
     "generator.inference_engine.max_num_seqs",
     "generator.inference_engine.max_num_batched_tokens",
+    "generator.max_turns",
 )
+_COUNTS_OF_EVALUATION = ("trainer.eval_batch_size", "generator.eval_n_samples_per_prompt")
 
 
 def _counts(cfg: Any) -> Iterator[str]:
-    for setting in _COUNTS:
+    evaluates = cfg.trainer.eval_interval > 0
+    for setting in _COUNTS if evaluates else (name for name in _COUNTS if name not in _COUNTS_OF_EVALUATION):
         value = value_of(cfg, setting)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             yield f"{setting}={value!r} must be a whole number of at least 1"
@@ -100,17 +103,32 @@ def _optimizer(cfg: Any) -> Iterator[str]:
 
 
 def _sampling(cfg: Any) -> Iterator[str]:
-    for name in ("sampling_params", "eval_sampling_params"):
-        params = dataclasses.asdict(vars(cfg.generator)[name])
-        for line in _failure(lambda params=params: to_vllm_kwargs(params)):
-            line = line.replace("generator.sampling_params", f"generator.{name}")
-            yield line.replace(".max_tokens=", ".max_generate_length=")
-    temperature = cfg.trainer.algorithm.temperature
-    if not isinstance(temperature, int | float) or temperature <= 0:
+    """What SkyRL's generators would send to the engines; it drops some keys, which the support table refuses."""
+    from skyrl.backends.skyrl_train.inference_servers.engine_utils import get_vllm_sampling_params
+
+    names = ["sampling_params"] + (["eval_sampling_params"] if cfg.trainer.eval_interval > 0 else [])
+    for name in names:
+        section, training = vars(cfg.generator)[name], cfg.generator.sampling_params
+        for problem in sampling_problems(get_vllm_sampling_params(section)):
+            key = "max_generate_length" if problem.name == "max_tokens" else problem.name
+            if (
+                key == "max_generate_length"
+                and section is not training
+                and problem.value == training.max_generate_length
+            ):
+                continue  # SkyRL copied it
+            key = key if key in vars(section) and key != "repetition_penalty" else f"additional_kwargs.{key}"
+            yield f"generator.{name}.{key}={problem.value!r}: {problem.why}"
+    temperature = cfg.generator.sampling_params.temperature
+    if temperature == 0:
         yield (
             f"generator.sampling_params.temperature={temperature!r}: training needs sampled rollouts, and their "
             "log-probs are taken at this temperature: write a number above 0"
         )
+    asked = cfg.trainer.algorithm.temperature
+    copied = asked is None or asked is temperature or asked == temperature
+    if not copied and not (math.isfinite(asked) and asked > 0):
+        yield f"trainer.algorithm.temperature={asked!r} divides logits in training: write a number above 0, or null"
 
 
 def _server(cfg: Any) -> Iterator[str]:

@@ -124,6 +124,38 @@ def test_containers_become_plain():
         ({"watermarking": True}, ("watermarking",)),
         ({"include_stop_str_in_output": False}, ("include_stop_str_in_output",)),
         ({"max_generate_length": 65}, ("max_generate_length=65", "64")),
+        ({"temperature": float("nan")}, ("temperature=nan", "a number")),
+        ({"repetition_penalty": 0}, ("repetition_penalty=0", "above 0")),
+        ({"repetition_penalty": float("inf")}, ("repetition_penalty=inf", "a number")),
+        ({"presence_penalty": 5}, ("presence_penalty=5", "between -2 and 2")),
+        ({"frequency_penalty": -2.5}, ("frequency_penalty=-2.5", "between -2 and 2")),
+        ({"stop_token_ids": ["abc"]}, ("stop_token_ids=['abc']", "a list of token ids")),
+        ({"stop_token_ids": 7}, ("stop_token_ids=7", "a list of token ids")),
+        ({"allowed_token_ids": []}, ("allowed_token_ids=[]", "a list of token ids")),
+        ({"bad_words": 5}, ("bad_words=5", "a list of texts")),
+        ({"bad_words": [""]}, ("bad_words=['']",)),
+        ({"logit_bias": {"a": 1}}, ("logit_bias={'a': 1}", "token ids")),
+        ({"logit_bias": {"3": 101}}, ("logit_bias={'3': 101}", "-100 to 100")),
+        ({"logit_bias": 5}, ("logit_bias=5",)),
+        ({"stop": [3]}, ("stop=[3]", "a list of texts")),
+        ({"seed": 2**63}, ("seed=9223372036854775808",)),
+        ({"logprobs": "1"}, ("logprobs='1'",)),
+        ({"temperature": float("nan")}, ("temperature=nan", "a number")),
+        ({"repetition_penalty": 0}, ("repetition_penalty=0", "above 0")),
+        ({"repetition_penalty": float("inf")}, ("repetition_penalty=inf", "a number")),
+        ({"presence_penalty": 5}, ("presence_penalty=5", "between -2 and 2")),
+        ({"frequency_penalty": -2.5}, ("frequency_penalty=-2.5", "between -2 and 2")),
+        ({"stop_token_ids": ["abc"]}, ("stop_token_ids=['abc']", "a list of token ids")),
+        ({"stop_token_ids": 7}, ("stop_token_ids=7", "a list of token ids")),
+        ({"allowed_token_ids": []}, ("allowed_token_ids=[]", "a list of token ids")),
+        ({"bad_words": 5}, ("bad_words=5", "a list of texts")),
+        ({"bad_words": [""]}, ("bad_words=['']",)),
+        ({"logit_bias": {"a": 1}}, ("logit_bias={'a': 1}", "token ids")),
+        ({"logit_bias": {"3": 101}}, ("logit_bias={'3': 101}", "-100 to 100")),
+        ({"logit_bias": 5}, ("logit_bias=5",)),
+        ({"stop": [3]}, ("stop=[3]", "a list of texts")),
+        ({"seed": 2**63}, ("seed=9223372036854775808",)),
+        ({"logprobs": "1"}, ("logprobs='1'",)),
     ],
 )
 def test_refused_by_name(change, words):
@@ -131,6 +163,60 @@ def test_refused_by_name(change, words):
         to_vllm_kwargs({**SKYRL_DEFAULTS, **change})
     for word in words:
         assert word in str(error.value)
+
+
+def test_everything_that_is_refused_is_said_at_once():
+    changes = {
+        "top_p": 3,
+        "min_p": -1,
+        "top_k": -7,
+        "stop_token_ids": "x",
+        "additional_kwargs": {"presence_penalty": 9},
+    }
+    with pytest.raises(UnsupportedError) as error:
+        to_vllm_kwargs({**SKYRL_DEFAULTS, **changes, "temprature": 1, "max_tokens": 0})
+    named = {
+        line.removeprefix("generator.sampling_params.").partition("=")[0] for line in str(error.value).split("\n")
+    }
+    assert named == {"top_p", "min_p", "top_k", "stop_token_ids", "presence_penalty", "temprature", "max_tokens"}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"repetition_penalty": 1.1},
+        {"presence_penalty": -2, "frequency_penalty": 2},
+        {"seed": 2**63 - 1},
+        {"stop_token_ids": [5], "allowed_token_ids": [1, 5], "bad_words": "word", "logit_bias": {5: -100, "6": 0.5}},
+    ],
+)
+def test_what_vllm_takes_is_sent(change):
+    kwargs = to_vllm_kwargs({**SKYRL_DEFAULTS, **change})
+    as_sent = {"bad_words": ["word"], "logit_bias": {5: -100.0, 6: 0.5}}
+    assert all(kwargs[name] == as_sent.get(name, value) for name, value in change.items())
+
+
+def test_everything_that_is_refused_is_said_at_once():
+    changes = {"top_p": 3, "min_p": -1, "top_k": -7, "stop_token_ids": "x", "additional_kwargs": {"presence_penalty": 9}}
+    with pytest.raises(UnsupportedError) as error:
+        to_vllm_kwargs({**SKYRL_DEFAULTS, **changes, "temprature": 1, "max_tokens": 0})
+    named = {line.removeprefix("generator.sampling_params.").partition("=")[0] for line in str(error.value).split("\n")}
+    assert named == {"top_p", "min_p", "top_k", "stop_token_ids", "presence_penalty", "temprature", "max_tokens"}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"repetition_penalty": 1.1},
+        {"presence_penalty": -2, "frequency_penalty": 2},
+        {"seed": 2**63 - 1},
+        {"stop_token_ids": [5], "allowed_token_ids": [1, 5], "bad_words": "word", "logit_bias": {5: -100, "6": 0.5}},
+    ],
+)
+def test_what_vllm_takes_is_sent(change):
+    kwargs = to_vllm_kwargs({**SKYRL_DEFAULTS, **change})
+    as_sent = {"bad_words": ["word"], "logit_bias": {5: -100.0, 6: 0.5}}
+    assert all(kwargs[name] == as_sent.get(name, value) for name, value in change.items())
 
 
 def test_a_missing_length_is_refused():
