@@ -10,14 +10,21 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from skyrl.train.entrypoints.main_base import BasePPOExp
 from skyrl.train.fully_async_trainer import FullyAsyncRayPPOTrainer, GeneratedOutputGroup
+from skyrl.train.generators.base import BatchMetadata, TrajectoryID
+from skyrl.train.trainer import RayPPOTrainer
 
 from integrations.arctic_rl.backends.loop_thread import LoopThread
-from integrations.arctic_rl.compose import apply_mixin
-from integrations.arctic_rl.errors import ArcticError
+from integrations.arctic_rl.compose import apply_mixin, with_mixin
+from integrations.arctic_rl.errors import ArcticError, UnsupportedError
+from integrations.arctic_rl.experiment import ArcticExpMixin
 from integrations.arctic_rl.fully_async import ArcticFullyAsyncMixin, ShuffledPasses, WatchedGenerator
+from integrations.arctic_rl.generator import make_generator_class
+from integrations.arctic_rl.inference import ArcticInferenceClient
 from integrations.arctic_rl.skyrl_config import parse_config
 from integrations.arctic_rl.unjudged import UnjudgedMask
+from integrations.arctic_rl.weight_versions import WeightVersionsMixin
 from tests.arctic_rl.in_process_backend import InProcessBackend
 
 SAMPLES, MINI_BATCH, STALENESS, WORKERS = 2, 4, 1, 6
@@ -442,3 +449,107 @@ class TestRewards:
             assert totals[2] == 0 and batch["loss_mask"][rows][2].sum() == 0
             assert torch.allclose(totals[0], -totals[1]) and totals[1] > 0, "the mean of the judged two is between"
         assert seen == 1
+
+
+class Turns:
+    """A generator of trajectories of two turns, whose requests overlap with those of other trajectories."""
+
+    def __init__(self, client):
+        self.client = client
+
+    async def agent_loop(self, prompt, trajectory_id):
+        for _ in range(2):
+            await asyncio.sleep(0)
+            await self.client.generate({"prompt_token_ids": [prompt], "sampling_params": {"max_tokens": 4}})
+
+    async def generate(self, input_batch, disable_tqdm=False):
+        pairs = zip(input_batch["prompts"], input_batch["trajectory_ids"], strict=True)
+        await asyncio.gather(*(self.agent_loop(prompt, trajectory_id=row_id) for prompt, row_id in pairs))
+        return {}
+
+
+class VersionedBackend:
+    """The prompt says under which versions its requests are sampled, one after the other."""
+
+    def __init__(self):
+        self.turns = Counter()
+
+    async def generate(self, requests):
+        await asyncio.sleep(0)
+        (request,) = requests
+        first, last = tuple(request["prompt_token_ids"])[2 * self.turns[tuple(request["prompt_token_ids"])] :][:2]
+        self.turns[tuple(request["prompt_token_ids"])] += 1
+        answer = {"token_ids": [1], "logprobs": [-1.0], "stop_reason": "stop"}
+        return [answer | {"weight_version": first, "last_weight_version": last}]
+
+
+class TestWeightVersions:
+    def generator(self):
+        tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: "")
+        client = ArcticInferenceClient(VersionedBackend(), tokenizer=tokenizer, model_name="tiny")
+        return with_mixin(WeightVersionsMixin, Turns)(client)
+
+    def batch(self, phase):
+        return {
+            "prompts": [[1, 1, 1, 2], [3, 4, 5, 5], [6, 6, 6, 6]],
+            "trajectory_ids": [TrajectoryID("a", 0), TrajectoryID("a", 1), TrajectoryID("b", 0)],
+            "batch_metadata": BatchMetadata(global_step=1, training_phase=phase),
+        }
+
+    def test_a_trajectory_has_the_versions_of_all_its_requests(self):
+        output = asyncio.run(self.generator().generate(self.batch("train"), disable_tqdm=True))
+        assert output == {"weight_versions": [(1, 2), (3, 5), (6, 6)]}
+
+    def test_an_evaluation_is_left_as_it_is(self):
+        assert asyncio.run(self.generator().generate(self.batch("eval"))) == {}
+
+
+def test_scoring_metrics_of_overlapping_calls_add_up():
+    class Failing:
+        def __init__(self):
+            self.inference_engine_client = None
+
+        async def generate(self, input_batch):
+            self._scoring_counts["failed"] += 1
+            await asyncio.sleep(0.01)
+            return {"rollout_metrics": None, "loss_masks": [], "rewards": []}
+
+    async def both():
+        generator = make_generator_class(Failing)()
+        return await asyncio.gather(generator.generate({}), generator.generate({}))
+
+    counts = [output["rollout_metrics"]["generate/scoring_failed"] for output in asyncio.run(both())]
+    assert sum(counts) == 2
+
+
+class TestTheExperimentsTrainer:
+    def trainer(self, cfg, loop, base=BasePPOExp):
+        experiment = object.__new__(with_mixin(ArcticExpMixin, base))
+        experiment.cfg, experiment._arctic_backend, experiment._arctic_loop = cfg, InProcessBackend(), loop
+        return experiment.get_trainer(
+            cfg=cfg,
+            tracker=Tracker(),
+            tokenizer=Tokenizer(),
+            train_dataset=prompts(20),
+            eval_dataset=None,
+            inference_engine_client=Client(),
+            generator=Groups(),
+            colocate_pg=None,
+        )
+
+    def own(self, trainer_class):
+        return type("Own", (BasePPOExp,), {"get_trainer": lambda self, **kwargs: trainer_class(**kwargs)})
+
+    def test_the_config_chooses_it(self, loop, tmp_path):
+        assert isinstance(self.trainer(config(tmp_path), loop), ArcticFullyAsyncMixin)
+        plain = self.trainer(config(tmp_path, **{"trainer.fully_async.enabled": False}), loop)
+        assert not isinstance(plain, FullyAsyncRayPPOTrainer | ArcticFullyAsyncMixin)
+
+    def test_a_recipes_own_one_is_kept(self, loop, tmp_path):
+        mine = type("Mine", (FullyAsyncRayPPOTrainer,), {})
+        trainer = self.trainer(config(tmp_path), loop, self.own(mine))
+        assert isinstance(trainer, mine) and isinstance(trainer, ArcticFullyAsyncMixin)
+
+    def test_one_of_the_other_kind_is_refused(self, loop, tmp_path):
+        with pytest.raises(UnsupportedError, match="enabled=true: the recipe's trainer RayPPOTrainer is not a Fully"):
+            self.trainer(config(tmp_path), loop, self.own(RayPPOTrainer))
