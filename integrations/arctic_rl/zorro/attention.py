@@ -1,8 +1,8 @@
 """Attention over shared prefixes, registered with transformers under its own name.
 
 The layout of a micro-batch travels as the forward keyword argument ``shared_segments``, part of the call that gradient
-checkpointing repeats. Without it the call is one over packed or padded rows: it goes to the attention of those, or on
-GPUs to the same back ends, for the first of the two passes alone.
+checkpointing repeats. Without it the call is one over packed or padded rows: it goes to the attention of those, or,
+for packed rows on GPUs and for what that attention does not do, to the same back ends for the first pass alone.
 
 For a suffix the softmax over prefix and own past is the merge of two: with lse = log(exp(lse_1) + exp(lse_2)), the
 output is exp(lse_1 - lse) out_1 + exp(lse_2 - lse) out_2. The backward hands the merged output and log-sum-exp to the
@@ -71,7 +71,9 @@ def shared_attention_forward(
     Raises:
         UnsupportedError: dropout, attention that is not causal, or an argument that this attention does not know.
     """
-    packed = shared_segments is None and query.is_cuda and cu_seq_lens_q is not None
+    packed = shared_segments is None and cu_seq_lens_q is not None
+    if packed and not query.is_cuda and softcap is None:
+        packed = sliding_window is not None and kwargs["max_length_q"] > sliding_window
     if shared_segments is None and not packed:
         extra = {} if softcap is None else {"softcap": softcap}
         return varlen_attention_forward(

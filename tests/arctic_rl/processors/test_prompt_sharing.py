@@ -113,17 +113,18 @@ def test_families(family: str):
 
 @pytest.mark.parametrize("logits", ["none", "compute"])
 @pytest.mark.parametrize("family", ["gemma2", "gemma3", "mistral-windowed"])
-def test_families_that_only_sharing_serves_on_cpus(family: str, logits: str):
-    """Soft-capping, and windows shorter than a row, against float64 row by row."""
+def test_soft_capping_and_windows_shorter_than_a_row(family: str, logits: str):
+    """Against float64 row by row, and shared against packed."""
     model = family_model(family)
     reference = reference_of(model)
     batch = training_batch([3, 1, 4], 4, holes=False)
-    meta = {"temperature": 1.0, "zorro_self_check": False, "logits_optimization": logits}
+    meta = {"temperature": 1.0, "logits_optimization": logits}
     result, _ = update(model, batch, SHARED | meta, {"loss_fn": "sft", "post": ["compute_logprobs"]})
     expected = row_logprobs(reference, batch) * wide(batch, "response_mask")
     assert (result["batch"]["logprobs"] - expected).abs().max() < 1e-5
     (-(expected * wide(batch, "loss_mask")).sum() / wide(batch, "loss_mask").sum()).backward()
     assert_gradients_agree(model, reference)
+    assert_same_update(model, batch, {"loss_fn": "sft"}, meta)
 
 
 @pytest.mark.parametrize("side", ["both", "left", "right"])

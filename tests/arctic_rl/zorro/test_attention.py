@@ -90,6 +90,20 @@ def test_equals_packed_rows_without_sharing(family: str):
     assert_same_gradients(model, unshared)
 
 
+@pytest.mark.parametrize("family", ["gemma2", "gemma3", "mistral-windowed"])
+def test_packed_rows_with_windows_and_soft_capping(family: str):
+    """Without sharing: what the attention of packed rows refuses is done here."""
+    model = family_model(family)
+    reference = reference_of(model)
+    batch = rollouts([3, 1, 4], 12)
+    weights = weights_for(batch)
+    logprobs, expected = packed_logprobs(model, batch), row_logprobs(reference, batch)
+    assert (logprobs - expected).abs().max() < 1e-5
+    (logprobs * weights).sum().backward()
+    (expected * weights).sum().backward()
+    assert_same_gradients(model, reference)
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("family", ["qwen3", "gemma3", "mixtral"])
 def test_gradient_checkpointing(family: str, reentrant: bool):

@@ -30,9 +30,9 @@ def logprobs_of(model, *, with_segments: bool = True):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in ("gemma2",)])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_right_models_pass_once(family: str, dtype: torch.dtype):
-    model = family_model(family, **({"sliding_window": 64} if "windowed" in family or family == "gemma3" else {}))
+    model = family_model(family)
     logprobs, calls = logprobs_of(model.to(dtype))
     difference = check_once(model, logprobs, VOCAB, torch.device("cpu"))
     assert difference <= (1e-5 if dtype == torch.float32 else 0.05)
