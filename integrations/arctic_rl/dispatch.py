@@ -16,10 +16,10 @@ from skyrl.backends.skyrl_train.training_batch import TrainingInputBatch, pad_tr
 from .backends.base import RemoteBackend
 from .backends.loop_thread import LoopThread
 from .checkpoint import sweep, written_aside
-from .errors import CheckpointError, UnsupportedError
+from .errors import ArcticError, CheckpointError, UnsupportedError
 from .layout import repack_to_verl, response_to_skyrl
 from .loss_config import logits_meta, loss_request, reads_old_logprobs, sharing_meta, skyrl_metrics
-from .micro_batches import micro_batch_counts, skyrl_micro_batch_ids
+from .micro_batches import lcm_dp_size, micro_batch_counts, skyrl_dp_size, skyrl_micro_batch_ids
 from .off_policy import correction_weights
 from .step_log import STEP_LOG_NAME, StepLog
 
@@ -37,8 +37,9 @@ class StagedMiniBatch:
 class ArcticDispatch:
     """Every call that SkyRL 0.4.0's trainer makes on its dispatch.
 
-    Rows keep SkyRL's order; a mini-batch whose rows do not divide by the data-parallel size is padded with rows that
-    carry no loss, and their outputs are dropped.
+    Rows keep SkyRL's order; a mini-batch whose rows do not divide by the backend's ranks is padded with rows that
+    carry no loss, and their outputs are dropped. The data-parallel sizes that SkyRL asks for are those it would have
+    itself, which the recipe's batch sizes were validated with.
 
     Args:
         cfg: the validated SkyRL config.
@@ -65,12 +66,13 @@ class ArcticDispatch:
         self._uses_reference = cfg.trainer.algorithm.use_kl_loss or cfg.trainer.algorithm.use_kl_in_reward
 
     def get_lcm_dp_size(self) -> int:
-        """Rows of a batch must be a multiple of this: it divides by the ranks of every model."""
-        return math.lcm(self._backend.dp_size("policy"), self._backend.dp_size("ref") if self._uses_reference else 1)
+        """Rows of a batch are a multiple of this in SkyRL: it divides by its data-parallel size of every model."""
+        return lcm_dp_size(self._cfg.trainer)
 
     def dp_size(self, model: str) -> int:
+        """The data-parallel size that SkyRL would have, which may be smaller than the number of our ranks."""
         self._check_model(model)
-        return self._backend.dp_size(model)
+        return skyrl_dp_size(self._cfg.trainer, model)
 
     def stage_data(
         self, model: str, data: TrainingInputBatch, mini_batch_boundaries: list[tuple[int, int]]
@@ -101,7 +103,7 @@ class ArcticDispatch:
         """
         self._refuse_tinker_arguments(loss_fn, loss_fn_config, model_id)
         self._check_model(model)
-        padded, rows = self._pad_rows(model, data)
+        padded, rows = _pad_rows(data, self._backend.dp_size(model))
         window = padded.metadata["response_length"]
         mask = padded["attention_mask"][:, -window:]
         rows_only = {
@@ -159,13 +161,13 @@ class ArcticDispatch:
         if self._loss.corrected:
             correction = self._cfg.trainer.algorithm.off_policy_correction
             tensors["rollout_is_weights"], weighting = correction_weights(data, correction)
-        padded, rows = self._pad_rows(model, _with_metadata(tensors, data))
+        own = self._loss.own_micro_batches
+        shares = self.dp_size(model) if own else self._backend.dp_size(model)
+        padded, rows = _pad_rows(_with_metadata(tensors, data), shares)
         batch = self._update_payload(padded)
         meta = self._meta(model, batch, rows, "micro_train_batch_size_per_gpu") | self._loss.meta
-        if self._loss.own_micro_batches:
-            batch["micro_batch_ids"] = skyrl_micro_batch_ids(
-                batch["attention_mask"], ranks=meta["dp_size"], trainer=self._cfg.trainer
-            )
+        if own:
+            batch["micro_batch_ids"] = skyrl_micro_batch_ids(batch["attention_mask"], trainer=self._cfg.trainer)
             meta["random_key"] = self._random_key(data)
         result = self._loop.run(self._backend.fwd_bwd(batch, meta, self._loss.processing))
         result["metrics"] = result["metrics"] | weighting
@@ -379,11 +381,6 @@ class ArcticDispatch:
         if model not in known:
             raise UnsupportedError(f"model {model!r} is not served here: known models are {', '.join(known)}")
 
-    def _pad_rows(self, model: str, data: TrainingInputBatch) -> tuple[TrainingInputBatch, int]:
-        rows = len(data)
-        missing = (-rows) % self._backend.dp_size(model)
-        return (pad_training_input_batch(data, missing), rows) if missing else (data, rows)
-
     def _meta(self, model: str, batch: dict[str, torch.Tensor], rows: int, micro_batch_setting: str) -> dict[str, Any]:
         """The scalars of a call; ``rows`` leaves out those that only pad the batch."""
         width = batch["input_ids"].shape[1]
@@ -408,6 +405,13 @@ class ArcticDispatch:
             **self._logits_meta,
             **self._sharing_meta,
         }
+
+
+def _pad_rows(data: TrainingInputBatch, shares: int) -> tuple[TrainingInputBatch, int]:
+    """The rows and as many without loss as make them a multiple of ``shares``; how many there were."""
+    rows = len(data)
+    missing = (-rows) % shares
+    return (pad_training_input_batch(data, missing), rows) if missing else (data, rows)
 
 
 def _with_metadata(tensors: dict[str, Any], source: TrainingInputBatch) -> TrainingInputBatch:

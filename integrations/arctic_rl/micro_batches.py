@@ -1,39 +1,75 @@
-"""SkyRL's own micro-batches of a mini-batch, for losses whose value depends on which rows stand together."""
+"""SkyRL's data-parallel sizes, and its own micro-batches for losses whose value depends on which rows stand together.
+
+A recipe's model-parallel sizes make SkyRL's data-parallel size smaller than the number of GPUs, which is that of our
+ranks. What a batch is cut into follows SkyRL's; who computes it follows ours.
+"""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 
-__all__ = ["micro_batch_counts", "skyrl_micro_batch_ids"]
+__all__ = ["lcm_dp_size", "micro_batch_counts", "skyrl_dp_size", "skyrl_micro_batch_ids"]
 
 
-def skyrl_micro_batch_ids(attention_mask: torch.Tensor, *, ranks: int, trainer: Any) -> torch.Tensor:
-    """The number of each row's micro-batch within its data-parallel rank, as SkyRL's policy worker cuts them.
-
-    Runs of ``micro_train_batch_size_per_gpu`` rows, or with ``max_tokens_per_microbatch`` above 0 the balanced packing
-    of SkyRL's ``TokenBasedBatchIterator``, whose limit a single longer row may exceed.
+def skyrl_dp_size(trainer: Any, model: str) -> int:
+    """The data-parallel size of a model's workers in SkyRL, the one that its ``validate_batch_sizes`` reckons with.
 
     Args:
-        attention_mask: [B, S]; B is a multiple of ``ranks``, each of which takes a run of rows.
-        ranks: data-parallel ranks.
-        trainer: the recipe's ``trainer`` section.
+        trainer: the recipe's validated ``trainer`` section.
+        model: ``policy`` or ``ref``.
+    """
+    placement, settings = vars(trainer.placement), vars(trainer)[model]
+    gpus = placement[f"{model}_num_nodes"] * placement[f"{model}_num_gpus_per_node"]
+    if trainer.strategy != "megatron":
+        return gpus // settings.sequence_parallel_size
+    megatron = settings.megatron_config
+    sizes = (
+        megatron.tensor_model_parallel_size,
+        megatron.pipeline_model_parallel_size,
+        megatron.context_parallel_size,
+    )
+    return gpus // math.prod(sizes)
+
+
+def lcm_dp_size(trainer: Any) -> int:
+    """The number that SkyRL makes the rows of a batch a multiple of: it divides by the size of every model in use."""
+    uses_reference = trainer.algorithm.use_kl_loss or trainer.algorithm.use_kl_in_reward
+    return math.lcm(skyrl_dp_size(trainer, "policy"), skyrl_dp_size(trainer, "ref") if uses_reference else 1)
+
+
+def skyrl_micro_batch_ids(attention_mask: torch.Tensor, *, trainer: Any) -> torch.Tensor:
+    """The number of each row's micro-batch, as SkyRL's policy workers cut them.
+
+    Each of SkyRL's data-parallel workers takes a run of rows, and cuts it into runs of
+    ``micro_train_batch_size_per_gpu`` rows, or with ``max_tokens_per_microbatch`` above 0 by the balanced packing of
+    SkyRL's ``TokenBasedBatchIterator``, whose limit a single longer row may exceed.
+
+    Args:
+        attention_mask: [B, S]; B is a multiple of ``skyrl_dp_size``.
+        trainer: the recipe's validated ``trainer`` section.
 
     Returns:
-        [B], int64, counting from 0 within each rank.
+        [B], int64, counting from 0 over the workers, one worker's after another's.
     """
-    rows = len(attention_mask) // ranks
+    workers = skyrl_dp_size(trainer, "policy")
+    rows = len(attention_mask) // workers
     budget = trainer.max_tokens_per_microbatch
     if budget <= 0:
-        return (torch.arange(rows) // trainer.micro_train_batch_size_per_gpu).repeat(ranks)
+        size = trainer.micro_train_batch_size_per_gpu
+        ids = torch.arange(rows) // size + torch.arange(workers)[:, None] * math.ceil(rows / size)
+        return ids.view(-1)
 
     from skyrl.train.dataset.bin_packing import make_seq_packer
 
-    ids = torch.empty(ranks, rows, dtype=torch.int64)
-    for rank, lengths in enumerate(attention_mask.sum(dim=1).view(ranks, rows).tolist()):
-        for number, members in enumerate(make_seq_packer("balanced", bin_capacity=budget).pack(lengths)):
-            ids[rank, members] = number
+    ids = torch.empty(workers, rows, dtype=torch.int64)
+    lengths = attention_mask.sum(dim=1).view(workers, rows).tolist()
+    packer = make_seq_packer("balanced", bin_capacity=budget)
+    micro_batches = [(worker, members) for worker in range(workers) for members in packer.pack(lengths[worker])]
+    for number, (worker, members) in enumerate(micro_batches):
+        ids[worker, members] = number
     return ids.view(-1)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from integrations.arctic_rl.backends.base import RemoteBackend
-from integrations.arctic_rl.backends.sharding import join_rows, split_rows
+from integrations.arctic_rl.backends.sharding import join_rows, plan_ranks, split_rows
 from integrations.arctic_rl.processors.attention import attention_implementation
 from integrations.arctic_rl.processors.pipeline import run_counted
 from integrations.arctic_rl.random_state import random_state
@@ -21,8 +21,16 @@ from integrations.arctic_rl.server.checkpoint import (
     reference_pieces,
     write_share,
 )
+from integrations.arctic_rl.zorro.cost import CostModel
 
 CANNED_METRICS = ("pg_loss", "entropy", "pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", "ratio_max_deviation", "kl_loss")
+
+
+def shards_of(batch: dict[str, torch.Tensor], ranks: int) -> list[dict[str, torch.Tensor]]:
+    """Every rank's rows: micro-batches whole where the batch has some, else equal runs, without any balancing."""
+    if "micro_batch_ids" not in batch:
+        return split_rows(batch, ranks)
+    return plan_ranks(batch, ranks, CostModel(per_token=1, per_pair=1, per_scored=1), shared=False).split(batch)
 
 
 def packable(model: torch.nn.Module) -> torch.nn.Module:
@@ -98,13 +106,20 @@ class InProcessBackend(RemoteBackend):
             canned = {"avg_loss": 0.0, "metrics": dict.fromkeys(CANNED_METRICS, 0.0), "lr": self._lr}
             return canned | {"micro_batches": [1] * self.dp_size("policy")}
         results = self._run("policy", batch, meta, processing, backward=True)
-        tokens = [float(shard["loss_mask"].sum()) for shard in split_rows(batch, self.dp_size("policy"))]
-        metrics = {
-            name: _over_ranks(name, [result["metrics"][name] for result in results], tokens)
-            for name in results[0]["metrics"]
-        }
-        loss = _over_ranks("avg_loss", [result["avg_loss"] for result in results], tokens)
+        tokens = [float(shard["loss_mask"].sum()) for shard in shards_of(batch, self.dp_size("policy"))]
         micro_batches = [result["micro_batches"] for result in results]
+        busy = [place for place, number in enumerate(micro_batches) if number]
+        metrics = {
+            name: _over_ranks(
+                name,
+                [results[place]["metrics"][name] for place in busy],
+                tokens=[tokens[place] for place in busy],
+                micro_batches=[micro_batches[place] for place in busy],
+                ranks=len(results),
+            )
+            for name in results[busy[0]]["metrics"]
+        }
+        loss = sum(result["avg_loss"] for result in results) / len(results)
         return {"avg_loss": loss, "metrics": metrics, "lr": self._lr, "micro_batches": micro_batches}
 
     async def step(self) -> dict[str, float]:
@@ -195,7 +210,7 @@ class InProcessBackend(RemoteBackend):
         meta = dict(meta)
         max_tokens = meta.pop("max_token_len_per_gpu")
         results = []
-        for shard in split_rows(batch, self.dp_size(job)):
+        for shard in shards_of(batch, self.dp_size(job)):
             result, micro_batches = run_counted(
                 self._engines[job],
                 (),
@@ -229,13 +244,14 @@ class _Engine:
         self.module.eval()
 
 
-def _over_ranks(name: str, values: list[float], tokens: list[float]) -> float:
-    """Losses, and metrics of SkyRL's losses, are averaged over ranks, extremes are those of all ranks, everything else
-    is a mean over tokens."""
-    if name.endswith("loss") or (name.startswith("loss_metrics/") and not name.endswith(("_max", "_min"))):
-        return sum(values) / len(values)
+def _over_ranks(name: str, values: list[float], *, tokens: list[float], micro_batches: list[int], ranks: int) -> float:
+    """Losses are averaged over ranks, extremes are those of all ranks, metrics of SkyRL's losses are a mean over
+    micro-batches, everything else is one over tokens; values are those of ranks that had rows."""
+    if name.endswith("loss"):
+        return sum(values) / ranks
     if name.endswith(("_max_deviation", "_max")):
         return max(values)
     if name.endswith("_min"):
         return min(values)
-    return sum(value * count for value, count in zip(values, tokens, strict=True)) / max(sum(tokens), 1)
+    weights = micro_batches if name.startswith("loss_metrics/") else tokens
+    return sum(value * weight for value, weight in zip(values, weights, strict=True)) / max(sum(weights), 1)

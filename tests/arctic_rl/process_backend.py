@@ -14,9 +14,10 @@ import numpy as np
 import torch
 
 from integrations.arctic_rl.backends.base import RemoteBackend
-from integrations.arctic_rl.backends.sharding import join_rows, split_rows
+from integrations.arctic_rl.backends.sharding import join_rows
 from integrations.arctic_rl.server.checkpoint import check_shares
 from integrations.arctic_rl.server.specs import TrainingSpec
+from tests.arctic_rl.in_process_backend import shards_of
 
 
 class RankProcesses:
@@ -186,7 +187,7 @@ class ProcessBackend(RemoteBackend):
             job,
             meta,
             processing,
-            shards=split_rows(batch, self._processes.world_size),
+            shards=shards_of(batch, self._processes.world_size),
             backward=backward,
             max_tokens_per_mb=max_tokens,
         )

@@ -524,10 +524,21 @@ class TestWeightSync:
 
 
 class TestSmallCalls:
-    @pytest.mark.parametrize(("overrides", "expected"), [((), 6), ((NO_KL,), 2)])
-    def test_least_common_multiple_of_the_ranks_in_use(self, dispatch_to, overrides, expected):
-        backend = InProcessBackend(ranks={"policy": 2, "ref": 3})
-        assert dispatch_to(backend, *overrides).get_lcm_dp_size() == expected
+    @pytest.mark.parametrize(
+        ("overrides", "expected"),
+        [
+            ((), 12),
+            ((NO_KL,), 4),
+            (("trainer.policy.sequence_parallel_size=2",), 6),
+            (("trainer.policy.sequence_parallel_size=4", "trainer.ref.sequence_parallel_size=3"), 1),
+            (("trainer.strategy=megatron", "trainer.policy.megatron_config.tensor_model_parallel_size=4"), 3),
+        ],
+    )
+    def test_least_common_multiple_of_skyrls_sizes_in_use(self, dispatch_to, overrides, expected):
+        """Whatever the backend's ranks, which take any number of rows."""
+        backend = InProcessBackend(ranks={"policy": 5, "ref": 7})
+        gpus = ("trainer.placement.policy_num_gpus_per_node=4", "trainer.placement.ref_num_gpus_per_node=3")
+        assert dispatch_to(backend, *gpus, *overrides).get_lcm_dp_size() == expected
 
     def test_checkpoint_of_the_policy_with_its_tokenizer(self, dispatch_to, tmp_path):
         saved = []

@@ -137,6 +137,7 @@ def config(tmp_path, *settings):
 
 
 def ours(cfg, policy, batch, loop, ranks=1):
+    cfg.trainer.placement.policy_num_gpus_per_node = ranks
     backend = InProcessBackend({"policy": packable(policy)}, ranks={"policy": ranks})
     dispatch = ArcticDispatch(cfg, backend, loop, pad_token_id=PAD_ID, inference_client=None)
     return dispatch.forward_backward("policy", batch).metrics, backend.gradient()

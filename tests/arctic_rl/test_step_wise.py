@@ -203,6 +203,8 @@ def make_trainer(models, loop, tmp_path):
                 "trainer.algorithm.kl_loss_coef=0.1",
                 f"generator.n_samples_per_prompt={SAMPLES}",
                 "generator.step_wise_trajectories=true",
+                f"trainer.placement.policy_num_gpus_per_node={ranks}",
+                f"trainer.placement.ref_num_gpus_per_node={ref_ranks}",
                 *overrides,
             ]
         )
@@ -222,16 +224,24 @@ def prepared(trainer, output):
 
 @pytest.mark.parametrize("merged", [False, True], ids=["a row a turn", "merged"])
 @pytest.mark.parametrize(
-    ("seed", "ranks", "ref_ranks", "per_mini_batch"),
-    [(0, 1, 1, True), (0, 2, 1, True), (1, 3, 2, True), (1, 2, 1, False)],
+    ("seed", "ranks", "ref_ranks", "sequence_parallel_size", "per_mini_batch"),
+    [
+        (0, 1, 1, 1, True),
+        (0, 2, 1, 1, True),
+        (1, 3, 2, 1, True),
+        (1, 2, 1, 1, False),
+        (0, 4, 1, 2, True),
+        (1, 2, 1, 2, False),
+    ],
 )
 def test_old_log_probs_and_updates_agree_with_the_reference(
-    make_trainer, models, tmp_path, merged, seed, ranks, ref_ranks, per_mini_batch
+    make_trainer, models, tmp_path, merged, seed, ranks, ref_ranks, sequence_parallel_size, per_mini_batch
 ):
     groups = draw_trajectories(seed)
     trainer, backend, policy = make_trainer(
         f"generator.merge_stepwise_output={merged}",
         f"trainer.recompute_old_logprobs_per_minibatch={per_mini_batch}",
+        f"trainer.policy.sequence_parallel_size={sequence_parallel_size}",
         ranks=ranks,
         ref_ranks=ref_ranks,
     )

@@ -18,7 +18,8 @@ class RankPlan:
     """Which rows each data-parallel rank takes."""
 
     rows: list[list[int]]
-    """Row numbers of every rank, ascending; every row is in one."""
+    """Row numbers of every rank, ascending; every row is in one. A rank has none where there are too few
+    micro-batches."""
 
     def split(self, batch: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
         """The rows of tensors [B, ...] of every rank."""
@@ -33,8 +34,8 @@ class RankPlan:
 def plan_ranks(batch: Mapping[str, torch.Tensor], parts: int, cost: CostModel, *, shared: bool) -> RankPlan:
     """Share rows among ranks so that each has about as much to compute.
 
-    A batch whose rows have been put into micro-batches already (``micro_batch_ids``, counted within each rank's run of
-    rows) is cut into equal runs.
+    Of a batch whose rows have been put into micro-batches already (``micro_batch_ids``), each micro-batch goes to one
+    rank whole: runs of them, as equal in number as can be.
 
     Args:
         batch: ``input_ids`` and ``attention_mask`` [B, S], ``prompts`` [B, P]; every tensor has B rows.
@@ -43,12 +44,15 @@ def plan_ranks(batch: Mapping[str, torch.Tensor], parts: int, cost: CostModel, *
         shared: whether rows with equal prompts share them on a rank.
 
     Raises:
-        ValueError: the tensors differ in B, there are fewer rows than ranks, or B is not a multiple of ``parts`` where
-            the rows stay in order.
+        ValueError: the tensors differ in B, or there are fewer rows than ranks that need some.
     """
-    if parts == 1 or "micro_batch_ids" in batch:
-        numbers = {"rows": torch.arange(len(batch["input_ids"]))}
-        return RankPlan([shard["rows"].tolist() for shard in split_rows(numbers | dict(batch), parts)])
+    total = _num_rows(batch)
+    if parts == 1:
+        return RankPlan([list(range(total))])
+    if "micro_batch_ids" in batch:
+        numbers, place = batch["micro_batch_ids"].unique(return_inverse=True)
+        runs = torch.arange(len(numbers)).tensor_split(parts)
+        return RankPlan([torch.isin(place, run).nonzero().flatten().tolist() for run in runs])
     mask, width = batch["attention_mask"], batch["prompts"].shape[1]
     lengths = mask.sum(dim=1).tolist()
     groups = own_groups(lengths)
@@ -67,10 +71,7 @@ def split_rows(batch: dict[str, Any], parts: int) -> list[dict[str, Any]]:
     Raises:
         ValueError: when B is not a multiple of ``parts``, or the tensors differ in B.
     """
-    rows = {value.shape[0] for value in batch.values()}
-    if len(rows) != 1:
-        raise ValueError(f"the tensors of a batch differ in their number of rows: {sorted(rows)}")
-    total = rows.pop()
+    total = _num_rows(batch)
     if total % parts:
         raise ValueError(f"{total} rows cannot be shared equally by {parts} data-parallel ranks")
     size = total // parts
@@ -78,6 +79,13 @@ def split_rows(batch: dict[str, Any], parts: int) -> list[dict[str, Any]]:
         {key: value[rank * size : (rank + 1) * size].contiguous() for key, value in batch.items()}
         for rank in range(parts)
     ]
+
+
+def _num_rows(batch: Mapping[str, torch.Tensor]) -> int:
+    rows = {value.shape[0] for value in batch.values()}
+    if len(rows) != 1:
+        raise ValueError(f"the tensors of a batch differ in their number of rows: {sorted(rows)}")
+    return rows.pop()
 
 
 def join_rows(shards: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

@@ -159,12 +159,12 @@ class RowBatch:
         return torch.arange(mask.shape[1], device=mask.device) >= first
 
     def _given_plan(self, ids: Any) -> list[list[int]]:
-        """Rows by their number in ``micro_batch_ids``, which count from 0."""
+        """Rows of equal number in ``micro_batch_ids``, by rising number."""
         if not isinstance(ids, torch.Tensor) or ids.shape != (self.num_rows,) or ids.is_floating_point():
             raise ValueError(f"micro_batch_ids must be whole numbers [B] of the {self.num_rows} rows")
-        counts = ids.clamp(min=0).bincount()
-        if ids.min() < 0 or not counts.all():
-            raise ValueError(f"micro_batch_ids must count from 0 without a gap, got {ids.unique().tolist()}")
+        numbers, counts = ids.unique(return_counts=True)
+        if numbers[0] < 0:
+            raise ValueError(f"micro_batch_ids must count from 0, got {numbers.tolist()}")
         return [rows.tolist() for rows in ids.argsort(stable=True).split(counts.tolist())]
 
     def micro_batch(self, plan: RowPlan, meta: Mapping[str, Any], device: Any) -> MicroBatch:

@@ -18,7 +18,6 @@ import torch
 
 from ..errors import UnsupportedError
 from ..layout import response_to_skyrl
-from .distributed import rank
 from .loss_settings import mask_of, required
 from .metrics import LossShare, Maximum, Minimum
 from .registry import register_loss_fn
@@ -96,13 +95,13 @@ def skyrl_policy_loss(
 ) -> tuple[torch.Tensor, dict[str, Any]]:
     """A policy loss of SkyRL's registry on one micro-batch; its value is summed over micro-batches and ranks.
 
-    Random choices of the loss are seeded by ``meta["random_key"]``, the rank and the micro-batch.
+    Random choices of the loss are seeded by ``meta["random_key"]`` and the micro-batch, whichever rank runs it.
 
     Args:
         model_outputs: ``logprobs`` [b, S].
         batch: ``loss_mask``, ``advantages``, ``response_mask`` (how many of a row's last tokens the loss sees), and
             where there are some ``old_log_probs`` and ``rollout_logprobs``, each [b, S] with the response in the last
-            R columns; ``micro_batch_ids`` [b], the number of the micro-batch.
+            R columns; ``micro_batch_ids`` [b], the micro-batch's number in the mini-batch.
         meta: ``response_len`` R, ``dp_size``, and ``random_key``, a list of numbers of the mini-batch.
         config: ``packed``, from :func:`pack_policy_loss`.
 
@@ -137,7 +136,7 @@ def skyrl_policy_loss(
 @contextmanager
 def _seeded(meta: Mapping[str, Any], batch: Mapping[str, Any], device: torch.device) -> Iterator[None]:
     number = int(required(batch, "micro_batch_ids", "skyrl_policy_loss")[0])
-    key = np.random.SeedSequence([*meta["random_key"], rank(), number])
+    key = np.random.SeedSequence([*meta["random_key"], number])
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(int(key.generate_state(1)[0]))
         yield

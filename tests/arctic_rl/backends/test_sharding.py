@@ -84,10 +84,18 @@ def test_ranks_have_about_as_much_to_compute_and_keep_groups_together():
             assert sum(map(len, prompts)) <= 32 + 6
 
 
-def test_rows_in_micro_batches_of_their_rank_stay_in_runs():
-    batch = rollouts_of(4, 3, 1) | {"micro_batch_ids": torch.arange(6).repeat(2) // 2}
+def test_micro_batches_go_to_ranks_whole_and_equal_in_number():
+    batch = rollouts_of(4, 3, 1) | {"micro_batch_ids": torch.arange(12) // 2}
     plan = plan_ranks(batch, 2, COST, shared=True)
     assert plan.rows == [list(range(6)), list(range(6, 12))]
+    mixed = torch.tensor([2, 0, 1, 2, 0, 1, 3, 2, 4, 4, 3, 0])
+    assert plan_ranks(batch | {"micro_batch_ids": mixed}, 2, COST, shared=True).rows == [
+        [0, 1, 2, 3, 4, 5, 7, 11],
+        [6, 8, 9, 10],
+    ]
+    few = plan_ranks(batch | {"micro_batch_ids": mixed.clamp(max=1)}, 4, COST, shared=True)
+    assert few.rows == [[1, 4, 11], [0, 2, 3, 5, 6, 7, 8, 9, 10], [], []]
+    assert [len(shard["advantages"]) for shard in few.split(batch)] == [3, 9, 0, 0]
     with pytest.raises(ValueError, match="differ in their number of rows"):
         plan_ranks(batch | {"advantages": torch.zeros(2)}, 2, COST, shared=True)
     with pytest.raises(ValueError, match="12 rows cannot be shared by 13 ranks"):

@@ -352,6 +352,7 @@ class Outcome:
         config = copy.deepcopy(self.configs[name])
         if variant.scenario.micro_batches_of is None:
             config.trainer.max_tokens_per_microbatch = budget(batch["attention_mask"], world_size, micro_batches)
+        config.trainer.placement.policy_num_gpus_per_node = world_size
         backend = InProcessBackend(ranks={"policy": world_size})
         dispatch = ArcticDispatch(config, backend, self._loop, pad_token_id=PAD_ID, inference_client=None)
         dispatch.forward_backward("policy", batch)
@@ -360,10 +361,9 @@ class Outcome:
 
 def micro_batches(batch, config, world_size):
     """SkyRL's: runs of two rows within each rank; with the seeds that ours gives the loss."""
-    rows = torch.arange(len(batch)).view(world_size, -1, 2).tolist()
+    pairs = torch.arange(len(batch)).view(-1, 2).tolist()
     return [
-        MicroBatch(pair, int(np.random.SeedSequence([config.trainer.seed, 0, 0, rank, number]).generate_state(1)[0]))
-        for rank, pairs in enumerate(rows)
+        MicroBatch(pair, int(np.random.SeedSequence([config.trainer.seed, 0, 0, number]).generate_state(1)[0]))
         for number, pair in enumerate(pairs)
     ]
 

@@ -61,8 +61,8 @@ def _rank_main(rank: int, world_size: int, port: int, folder: str) -> None:
 
 
 def _take(run: Run, rank: int, world_size: int, port: int, folder: str) -> list[dict[str, Any]]:
-    from integrations.arctic_rl.backends.sharding import split_rows
     from integrations.arctic_rl.server.training_worker import TrainingWorker
+    from tests.arctic_rl.in_process_backend import shards_of
 
     worker = TrainingWorker(run.spec, rank, world_size, f"{folder}/rank-{rank}.log")
     worker.setup("127.0.0.1", port, HORIZON)
@@ -73,7 +73,7 @@ def _take(run: Run, rank: int, world_size: int, port: int, folder: str) -> list[
     for payload in run.steps:
         meta = dict(payload.meta)
         max_tokens = meta.pop("max_token_len_per_gpu")
-        shard = split_rows(payload.batch, world_size)[rank]
+        shard = shards_of(payload.batch, world_size)[rank]
         count.clear()
         result = worker.run(shard, meta, payload.processing, backward=True, max_tokens_per_mb=max_tokens)
         step = {"loss": result["avg_loss"], "metrics": result["metrics"], "micro_batches": len(count), **worker.step()}
