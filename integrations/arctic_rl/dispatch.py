@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -355,18 +354,26 @@ class ArcticDispatch:
         self._loop.run(self._backend.update_reference())
 
     def start_profile(self, model: str, config: dict | None = None, raise_on_error: bool = False) -> None:
-        self._refuse_profiling()
+        """Start ``torch.profiler`` on the policy's ranks, as ``trainer.policy.torch_profiler_config`` says."""
+        self._check_model(model, trained=True)
+        if config is not None:
+            raise UnsupportedError("config is not served: the recipe's trainer.policy.torch_profiler_config is read")
+        self._loop.run(self._backend.start_profile(asdict(self._cfg.trainer.policy.torch_profiler_config)))
 
     def profile_step(self, model: str) -> None:
-        self._refuse_profiling()
+        """Tell the profilers that a step of the run is over."""
+        self._check_model(model, trained=True)
+        self._loop.run(self._backend.profile_step())
 
     def stop_profile(self, model: str, raise_on_error: bool = False) -> None:
-        self._refuse_profiling()
-
-    def _refuse_profiling(self) -> None:
-        raise UnsupportedError(
-            "profiling the workers is not there yet: write trainer.policy.torch_profiler_config.enable=false"
-        )
+        """Stop the profilers; an error only warns, since SkyRL calls this while another one ends the run."""
+        self._check_model(model, trained=True)
+        try:
+            self._loop.run(self._backend.stop_profile())
+        except ArcticError as error:
+            if raise_on_error:
+                raise
+            logger.warning(f"the profilers could not be stopped: {error}")
 
     def _refuse_tinker_arguments(
         self, loss_fn: str | None, loss_fn_config: dict[str, Any] | None, model_id: str | None

@@ -188,6 +188,15 @@ class InProcessBackend(RemoteBackend):
         Path(directory).mkdir()
         (Path(directory) / "config.json").write_text("{}")
 
+    async def start_profile(self, settings: dict[str, Any]) -> None:
+        self._record("start_profile", settings)
+
+    async def profile_step(self) -> None:
+        self._record("profile_step")
+
+    async def stop_profile(self) -> None:
+        self._record("stop_profile")
+
     async def node_ids(self) -> list[str]:
         self._record("node_ids")
         return ["this-node"]

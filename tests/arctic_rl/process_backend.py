@@ -174,6 +174,15 @@ class ProcessBackend(RemoteBackend):
 
     async def empty_training_cache(self) -> None: ...
 
+    async def start_profile(self, settings: dict[str, Any]) -> None:
+        await self._call("start_profile", "policy", settings)
+
+    async def profile_step(self) -> None:
+        await self._call("profile_step", "policy")
+
+    async def stop_profile(self) -> None:
+        await self._call("stop_profile", "policy")
+
     async def node_ids(self) -> list[str]:
         return ["this-node"]
 

@@ -112,6 +112,19 @@ class RemoteBackend(ABC):
         """Write the policy's weights and config to ``directory`` as a Hugging Face model."""
 
     @abstractmethod
+    async def start_profile(self, settings: dict[str, Any]) -> None:
+        """Start ``torch.profiler`` on training ranks of the policy; ``settings`` are those of SkyRL's
+        ``TorchProfilerConfig``."""
+
+    @abstractmethod
+    async def profile_step(self) -> None:
+        """Tell the profilers that a step of the run is over."""
+
+    @abstractmethod
+    async def stop_profile(self) -> None:
+        """Stop the profilers; does nothing where none runs."""
+
+    @abstractmethod
     async def node_ids(self) -> list[str]:
         """Ray node ids on which training workers run."""
 

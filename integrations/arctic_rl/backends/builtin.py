@@ -160,6 +160,15 @@ class BuiltinBackend(RemoteBackend):
     async def save_hf_model(self, directory: str) -> None:
         await self._call_all(self._names("policy"), "save_hf_model", directory)
 
+    async def start_profile(self, settings: dict[str, Any]) -> None:
+        await self._call_all(self._names("policy"), "start_profile", settings)
+
+    async def profile_step(self) -> None:
+        await self._call_all(self._names("policy"), "profile_step")
+
+    async def stop_profile(self) -> None:
+        await self._call_all(self._names("policy"), "stop_profile")
+
     async def node_ids(self) -> list[str]:
         return sorted(set(await self._call_all(self._names("policy"), "node_id")))
 

@@ -26,6 +26,7 @@ class TrainingWorker:
         self._optimizer: Any = None
         self._scheduler: Any = None
         self._num_training_steps = 0
+        self._profiler: Any = None
 
     def address(self) -> tuple[str, int]:
         """An address at which rank 0 can be met."""
@@ -247,6 +248,24 @@ class TrainingWorker:
 
         settings = dataclasses.asdict(self._spec.optimizer)
         return settings | {"betas": list(self._spec.optimizer.betas), "num_training_steps": self._num_training_steps}
+
+    def start_profile(self, settings: dict[str, Any]) -> None:
+        """Start a profiler (``server.profiling``) on the ranks that the settings name."""
+        from .profiling import build_profiler
+
+        self._profiler = build_profiler(settings, self._rank)
+        if self._profiler is not None:
+            self._profiler.start()
+
+    def profile_step(self) -> None:
+        """Tell the profiler that a step of the run is over."""
+        if self._profiler is not None:
+            self._profiler.step()
+
+    def stop_profile(self) -> None:
+        profiler, self._profiler = self._profiler, None
+        if profiler is not None:
+            profiler.stop()
 
     def empty_cache(self) -> None:
         import torch

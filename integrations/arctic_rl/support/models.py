@@ -24,7 +24,6 @@ _SEQUENCE_PARALLEL = NoEffect("every rank is data-parallel here")
 
 _LORA = PartOf("trainer.policy.model.lora.rank", "no LoRA")
 _INT4 = PartOf("trainer.policy.model.fake_int4_qat.enabled", "no fake quantisation")
-_PROFILER = PartOf("trainer.policy.torch_profiler_config.enable", "no profiler")
 _CRITIC = PartOf("trainer.critic.model.path", "no critic")
 
 _LORA_DETAILS = (
@@ -40,23 +39,28 @@ _LORA_DETAILS = (
     "max_cpu_loras",
 )
 _INT4_DETAILS = ("group_size", "symmetric", "scale_divisor", "q_min", "bf16_base_path")
-_PROFILER_DETAILS = (
-    "ranks",
-    "save_path",
-    "skip_first",
-    "wait",
-    "warmup",
-    "active",
-    "repeat",
-    "activities",
-    "record_shapes",
-    "profile_memory",
-    "with_stack",
-    "with_flops",
-    "with_modules",
-    "use_gzip",
-    "export_type",
-)
+_PROFILING = "tests/arctic_rl/test_profiling.py::"
+_WORKERS = "TestWorkersProfiler::test_"
+_PROFILER_DETAILS = {
+    "ranks": ("training ranks that are profiled", f"{_WORKERS}other_ranks_are_not_profiled"),
+    "save_path": ("folder of the traces", "TestHooks::test_a_run_starts_steps_and_stops_the_profilers"),
+    "skip_first": ("steps before the first cycle", f"{_WORKERS}the_schedule"),
+    "wait": ("steps of a cycle that are not profiled", f"{_WORKERS}the_schedule"),
+    "warmup": ("steps of a cycle that are profiled and not written", f"{_WORKERS}the_schedule"),
+    "active": ("steps of a cycle that are written", f"{_WORKERS}the_schedule"),
+    "repeat": ("cycles; 0 = all", f"{_WORKERS}the_schedule"),
+    "activities": (
+        "what is profiled; cuda on GPUs only",
+        f"{_WORKERS}cuda_alone_without_a_gpu_is_the_cpu",
+    ),
+    "record_shapes": ("shapes of operands", f"{_WORKERS}what_is_recorded"),
+    "profile_memory": ("allocations", f"{_WORKERS}what_is_recorded"),
+    "with_stack": ("source lines", f"{_WORKERS}what_is_recorded"),
+    "with_flops": ("operations of products", f"{_WORKERS}what_is_recorded"),
+    "with_modules": ("modules", f"{_WORKERS}what_is_recorded"),
+    "use_gzip": ("traces are compressed", f"{_WORKERS}compressed_traces"),
+    "export_type": ("chrome_trace or stacks", f"{_WORKERS}stacks"),
+}
 _PRECISION_TEST = "tests/arctic_rl/test_support.py::test_the_compute_dtype_of_fsdp_agrees_with_bf16"
 _ADAPTERS = (
     *(f"model.lora.{name}" for name in ("rank", *_LORA_DETAILS)),
@@ -80,6 +84,10 @@ def _constant_rate(cfg: Any) -> str | None:
 
 def _without_fsdp(cfg: Any) -> str | None:
     return "read with trainer.strategy=fsdp only" if cfg.trainer.strategy == "megatron" else None
+
+
+def _without_profiler(cfg: Any) -> str | None:
+    return None if cfg.trainer.policy.torch_profiler_config.enable else "no profiler"
 
 
 def _param_dtype(setting: str, value: Any, cfg: Any) -> Iterable[str]:
@@ -134,8 +142,14 @@ POLICY: dict[str, Entry] = under(
         "sequence_parallel_size": _SEQUENCE_PARALLEL,
         "use_torch_compile": NoEffect("nothing is compiled"),
         "record_memory": NoEffect("it records CUDA memory"),
-        "torch_profiler_config.enable": Refused("profiling workers is not there yet", "write false"),
-        **{f"torch_profiler_config.{name}": _PROFILER for name in _PROFILER_DETAILS},
+        "torch_profiler_config.enable": ours(
+            "torch.profiler in the policy's training ranks",
+            f"{_PROFILING}TestHooks::test_a_run_starts_steps_and_stops_the_profilers",
+        ),
+        **{
+            f"torch_profiler_config.{name}": ours(what, f"{_PROFILING}{test}", idle=_without_profiler)
+            for name, (what, test) in _PROFILER_DETAILS.items()
+        },
         "model_config_kwargs": _model_config(_without_fsdp),
         "language_model_only": _text_part(),
         "inference_only_init": Refused("this backend trains", "write false"),
