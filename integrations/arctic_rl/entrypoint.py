@@ -59,7 +59,7 @@ def check_config(cfg: Any, unknown: Sequence[str] = ()) -> None:
 
     Args:
         cfg: the config.
-        unknown: lines about settings that it has no place for.
+        unknown: lines about settings that its parser refused; not repeated where a check names the setting too.
 
     Raises:
         ConfigError: with everything that stands against the run, a line each.
@@ -67,10 +67,12 @@ def check_config(cfg: Any, unknown: Sequence[str] = ()) -> None:
     from loguru import logger
 
     from .dry_run import exit_status, report
-    from .inspection import inspect_config
+    from .inspection import inspect_config, setting_of
 
     findings = inspect_config(cfg)
-    findings = dataclasses.replace(findings, refused=[*unknown, *findings.refused])
+    named = {setting_of(line) for line in findings.refused}
+    left = [line for line in unknown if setting_of(line) not in named]
+    findings = dataclasses.replace(findings, refused=[*left, *findings.refused])
     if cfg.trainer.arctic_rl.dry_run:
         print(report(cfg, findings))
         sys.exit(exit_status(findings))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import linecache
 import os
 import re
 import traceback
@@ -10,11 +11,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from .algorithm_rules import algorithm_without_effect
 from .checks import setting_problems
 from .preflight import checkpoint_problems, data_problems, model_kind_problems, model_problems
 from .recipe_checks import import_recipe_modules, recipe_problems, worker_count_problems
 from .support import refusals, without_effect
+from .support.entries import shown
+from .support.leaves import skyrl_leaves, value_of
 from .type_checks import type_problems, without_mistyped
 
 
@@ -40,10 +42,10 @@ def inspect_config(cfg: Any) -> Findings:
     mistyped = type_problems(cfg)
     cfg = without_mistyped(cfg)
     imports = import_recipe_modules(cfg)
-    ignored = [*without_effect(cfg), *algorithm_without_effect(cfg)]
+    ignored = without_effect(cfg)
     refused = [*mistyped, *imports, *refusals(cfg), *recipe_problems(cfg)]
-    named = {_setting(line) for line in refused}
-    refused += [line for line in setting_problems(cfg) if _setting(line) not in named]
+    named = {setting_of(line) for line in refused}
+    refused += [line for line in setting_problems(cfg) if setting_of(line) not in named]
     refused += model_kind_problems(cfg)
     files = [*data_problems(cfg), *model_problems(cfg), *checkpoint_problems(cfg)]
     missing = [*files, *_key_problems(cfg), *worker_count_problems(cfg)]
@@ -67,9 +69,18 @@ def _skyrl_problems(cfg: Any) -> list[str]:
             validate_cfg(cfg)
     except (AssertionError, ValueError, NotImplementedError, ArithmeticError, TypeError, AttributeError) as error:
         frame = traceback.extract_tb(error.__traceback__)[-1]
-        message = " ".join(str(error or frame.line).split())
+        message = " ".join(str(error).split()) or _failed_statement(frame, cfg)
         return [f"SkyRL's own check: {message} ({type(error).__name__} in {frame.name})"]
     return []
+
+
+def _failed_statement(frame: traceback.FrameSummary, cfg: Any) -> str:
+    """The source of a check without a message, and the values of the settings in it."""
+    lines = [linecache.getline(frame.filename, number) for number in range(frame.lineno, frame.end_lineno + 1)]
+    source = " ".join(" ".join(lines).split())
+    settings = dict.fromkeys(re.findall(r"\bcfg\.([a-z_]+(?:\.[a-z_]+)+)", source))
+    values = [f"{name}={shown(value_of(cfg, name))}" for name in settings if name in skyrl_leaves()]
+    return f"{source} does not hold{' with ' + ' and '.join(values) if values else ''}; change one of them"
 
 
 @contextlib.contextmanager
@@ -85,8 +96,8 @@ def _key_for_checks() -> Iterator[None]:
         del os.environ["WANDB_API_KEY"]
 
 
-def _setting(line: str) -> str:
-    """What a line is about."""
+def setting_of(line: str) -> str:
+    """The setting that a line is about."""
     return re.split("[=:]", line, maxsplit=1)[0]
 
 

@@ -1,11 +1,14 @@
 """SkyRL's config classes with our settings added; importing this costs SkyRL's own config import."""
 
 import difflib
-from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields, is_dataclass
 from importlib.metadata import version
-from typing import Any
+from types import NoneType
+from typing import Any, get_args
 
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from skyrl.train.config.config import EnvironmentConfig, SkyRLGymConfig, SkyRLTrainConfig, TrainerConfig
 
@@ -15,15 +18,19 @@ from skyrl_arctic_rl.envs.bird.multi_turn_config import BirdMultiTurnConfig
 from skyrl_arctic_rl.envs.bird.sections import SECTIONS
 from yaml import YAMLError
 
-from .config import PREFIX, ArcticRLConfig, check_setting_names
+from .config import ArcticRLConfig, check_setting_names
+from .culprits import culprits
 from .errors import ConfigError
-from .support.leaves import leaves
+from .support.entries import shown
+from .support.leaves import leaves, section_class, skyrl_leaves, value_of
+from .value_types import matches
 
 SKYRL_DATALOADER_WORKERS = 8
 """What SkyRL makes of an unset ``data.dataloader.num_workers``; each of them would import the whole stack."""
 
 OVERRIDE_KEY = "trainer.override_entrypoint="
 GYM_PREFIX = "environment.skyrl_gym"
+_UNREADABLE = "the recipe cannot be read: "
 
 
 @dataclass
@@ -118,12 +125,13 @@ def parse_config(
         build: makes an object of the class with our settings from the overrides; None = its ``from_cli_overrides``.
 
     Raises:
-        ConfigError: for an unknown or out-of-range name below ``trainer.arctic_rl``, and an out-of-range value below
-            ``environment.skyrl_gym.bird`` or ``bird_sql``.
-        ConfigError: SkyRL's own message for one of its settings, with the nearest known name added.
+        ConfigError: for an unknown or out-of-range name below ``trainer.arctic_rl``, an out-of-range value below
+            ``environment.skyrl_gym.bird`` or ``bird_sql``, a single value in place of a section, and a ``+``.
+        ConfigError: a line for each name that SkyRL does not know, with the nearest known one, or SkyRL's own message.
     """
-    config_class = ArcticSkyRLTrainConfig if config_class is None else with_arctic_settings(config_class)
+    config_class = _class_with_ours(config_class)
     overrides = [argument for argument in arguments if not argument.startswith(OVERRIDE_KEY)]
+    _check_plus(overrides, config_class)
     check_setting_names(overrides)
     try:
         cfg = config_class.from_cli_overrides(overrides) if build is None else build(config_class, overrides)
@@ -132,12 +140,12 @@ def parse_config(
     except BirdSettingError as error:
         raise ConfigError(f"{GYM_PREFIX}.{error}") from error
     except ValueError as error:
-        raise ConfigError(
-            f"{_without_list(str(error))}{_nearest_hint(str(error), overrides, config_class)}"
-        ) from error
+        raise ConfigError(_skyrls_message(str(error), overrides, config_class)) from error
     except (AssertionError, TypeError, AttributeError, OmegaConfBaseException, YAMLError) as error:
-        message = " ".join(str(error).split())
-        raise ConfigError(f"the recipe cannot be read: {message} ({type(error).__name__})") from error
+        raise ConfigError(f"{_UNREADABLE}{_one_line(error)} ({type(error).__name__})") from error
+    misplaced = list(_section_problems(cfg))
+    if misplaced:
+        raise ConfigError("\n".join(misplaced))
     dataloader = cfg.data.dataloader
     chosen = any(override.lstrip("+").startswith("data.dataloader.num_workers=") for override in overrides)
     if not chosen and not dataloader.persistent_workers and dataloader.num_workers == SKYRL_DATALOADER_WORKERS:
@@ -150,60 +158,165 @@ def parse_what_is_known(
     config_class: type[SkyRLTrainConfig] | None = None,
     build: Callable[[type[SkyRLTrainConfig], list[str]], SkyRLTrainConfig] | None = None,
 ) -> tuple[SkyRLTrainConfig, list[str]]:
-    """``parse_config`` without settings of ours that are refused and names that are unknown, and what stands against
-    those.
+    """``parse_config`` without the arguments that it cannot take, and what stands against each of those.
 
-    So that what else is wrong with a recipe can be said at once.
+    So that what else is wrong with a recipe can be said at once. A value of SkyRL's own settings that its classes
+    refuse to be built with is in the config all the same, for whoever checks that further.
 
     Raises:
-        ConfigError: see ``parse_config``, where it is not about names.
+        ConfigError: see ``parse_config``, where no argument is to blame.
     """
     problems: list[str] = []
-    full_class = ArcticSkyRLTrainConfig if config_class is None else with_arctic_settings(config_class)
-    known = leaf_names(full_class) | {OVERRIDE_KEY.rstrip("=")}
+    refused: list[str] = []
+    known = leaf_names(_class_with_ours(config_class)) | {OVERRIDE_KEY.rstrip("=")}
+
+    def message(part: list[str]) -> str | None:
+        try:
+            parse_config(part, config_class, build)
+        except ConfigError as error:
+            return str(error)
+        return None
+
     while True:
         try:
-            return parse_config(arguments, config_class, build), problems
+            cfg = parse_config(arguments, config_class, build)
         except ConfigError as error:
-            rest = _without_culprits(arguments, str(error), known)
-            if len(rest) == len(arguments):
-                raise
-            problems += str(error).splitlines()
-            arguments = rest
+            said = str(error)
+            blamed = _named(arguments, said, ours=error.__cause__ is None)
+            if blamed:
+                problems += said.splitlines()
+            else:
+                blamed = culprits(arguments, lambda part, said=said: message(part) == said)
+                if not blamed:
+                    raise
+                # Not those that only decide in which way the others fail.
+                blamed = culprits(blamed, lambda part: message(part) is not None) or blamed
+                blamed = _first_named(blamed, said)
+                problems.append(_blame(blamed, said, known))
+                blamed = blamed[:1]
+                refused += blamed if build is None else []
+            arguments = [argument for argument in arguments if argument not in blamed]
+        else:
+            _put_back(cfg, refused)
+            return cfg, problems
 
 
-def _without_culprits(arguments: list[str], message: str, known: set[str]) -> list[str]:
-    """The arguments without those that a message of ``parse_config`` can be about; never without ``dry_run``."""
-    kept = f"{PREFIX}.dry_run"
-    if message.startswith(f"{PREFIX}."):
-        return [
-            argument
-            for argument in arguments
-            if not _name(argument).startswith(f"{PREFIX}.") or _name(argument) == kept
-        ]
+def _class_with_ours(config_class: type[SkyRLTrainConfig] | None) -> type[SkyRLTrainConfig]:
+    return ArcticSkyRLTrainConfig if config_class is None else with_arctic_settings(config_class)
+
+
+def _named(arguments: list[str], message: str, ours: bool) -> list[str]:
+    """The arguments that the lines of a message begin with; none where a line begins with something else.
+
+    SkyRL's own messages say little where they begin with a setting, so that only ``name: ...`` counts in those.
+    """
+    lines = message.splitlines()
+    names = [re.split("[=: ]" if ours else ":", line, maxsplit=1)[0] for line in lines]
+    keys = {argument: argument.split("=", 1)[0] for argument in arguments}
+    found = []
+    for name in names:
+        exact = [argument for argument, key in keys.items() if key == name]
+        told = exact or [argument for argument, key in keys.items() if key.startswith(f"{name}.")]
+        if not told:
+            return []
+        found += told
+    return found
+
+
+def _first_named(blamed: list[str], message: str) -> list[str]:
+    """The arguments with the one in front that the message names first, or else the last one."""
+    named = [argument for argument in blamed if _name(argument) in message]
+    first = min(named, key=lambda argument: message.index(_name(argument))) if named else blamed[-1]
+    return [first, *(argument for argument in blamed if argument != first)]
+
+
+def _blame(blamed: list[str], message: str, known: set[str]) -> str:
+    """A line about the arguments, one or several together, that make ``parse_config`` fail with a message."""
+    names = [_name(argument) for argument in blamed]
     if message.startswith(GYM_PREFIX):
-        return [argument for argument in arguments if not _name(argument).startswith(GYM_PREFIX)]
-    return [argument for argument in arguments if not _first_unknown(_name(argument), known)]
+        section = re.match(rf"{re.escape(GYM_PREFIX)}\.\w+", names[0])
+        return re.sub(rf"^{re.escape(GYM_PREFIX)}\.\w+", section[0], message) if section else message
+    unreadable = message.startswith(_UNREADABLE)
+    if unreadable and len(blamed) == 1 and any(leaf.startswith(f"{names[0]}.") for leaf in known):
+        return _not_a_section(names[0], blamed[0].partition("=")[2], optional=False)
+    told = " together with ".join(argument.removesuffix("=") for argument in blamed)
+    remedy = "leave it out" if len(blamed) == 1 else "leave one of them out"
+    return f"{told}: {' '.join(message.split()).rstrip('.')}; {remedy}, or write another value"
+
+
+def _put_back(cfg: SkyRLTrainConfig, arguments: list[str]) -> None:
+    """Set the values of SkyRL's own settings that are of their type, past the checks of its classes."""
+    for argument in arguments:
+        leaf = skyrl_leaves().get(_name(argument))
+        section, _, last = _name(argument).rpartition(".")
+        if leaf is None or "${" in argument or not is_dataclass(value_of(cfg, section)):
+            continue
+        try:
+            value = _below(OmegaConf.to_container(OmegaConf.from_cli([argument])), _name(argument))
+        except YAMLError:
+            continue
+        if matches(value, leaf.hint):
+            setattr(value_of(cfg, section), last, value)
+
+
+def _below(values: Any, setting: str) -> Any:
+    """What nested mappings hold below a dotted name."""
+    for name in setting.split("."):
+        values = values[name]
+    return values
+
+
+def _section_problems(section: Any, prefix: str = "") -> Iterator[str]:
+    """A line for each value that stands where a section of settings belongs."""
+    for item in fields(section):
+        value, name = vars(section)[item.name], prefix + item.name
+        optional = NoneType in get_args(item.type)
+        if section_class(item.type) is None or (value is None and optional):
+            continue
+        if is_dataclass(value):
+            yield from _section_problems(value, f"{name}.")
+        else:
+            yield _not_a_section(name, value, optional)
+
+
+def _not_a_section(name: str, value: Any, optional: bool) -> str:
+    or_null = " or null" if optional else ""
+    return f"{name}={shown(value)} is not a section of settings{or_null}: write {name}.SETTING=VALUE, or leave it out"
+
+
+def _check_plus(overrides: list[str], config_class: type) -> None:
+    """Refuse Hydra's ``+``, which SkyRL's parser does not take."""
+    added = [override for override in overrides if override.startswith("+")]
+    known = leaf_names(config_class) if added else set()
+    lines = []
+    for override in added:
+        name = _name(override)
+        instead = _nearest_setting(name, known) if _unknown(name, known) else f"write {override.lstrip('+')}"
+        lines.append(f"{override}: SkyRL's parser takes no '+': {instead}")
+    if lines:
+        raise ConfigError("\n".join(lines))
 
 
 def _name(argument: str) -> str:
     return argument.split("=", 1)[0].lstrip("+")
 
 
-def _without_list(message: str) -> str:
-    """SkyRL's message as one line; about unknown fields, without the long list of known ones."""
-    message = " ".join(message.split())
-    if not message.startswith("Invalid fields"):
-        return message
-    return message.split(" Valid fields are", 1)[0].replace(" for Arctic", " for ")
+def _one_line(text: object) -> str:
+    return " ".join(str(text).split())
 
 
-def _nearest_hint(message: str, overrides: list[str], config_class: type) -> str:
+def _skyrls_message(message: str, overrides: list[str], config_class: type) -> str:
+    """SkyRL's message as one line; of unknown fields, a line each with what was meant, without the list of known ones.
+
+    Fields in a mapping, ``section={field: value}``, keep SkyRL's message.
+    """
     if not message.startswith("Invalid fields"):
-        return ""
+        return _one_line(message)
     known = leaf_names(config_class)
-    unknown = [name for name in map(_name, overrides) if _first_unknown(name, known)]
-    return "".join(f"\n{name}: {_nearest_setting(name, known)}" for name in unknown)
+    unknown = [name for name in map(_name, overrides) if _unknown(name, known)]
+    if unknown:
+        return "\n".join(f"{name}: {_nearest_setting(name, known)}" for name in dict.fromkeys(unknown))
+    return _one_line(message).split(". Valid fields are", 1)[0].replace(" for Arctic", " for ")
 
 
 def _nearest_setting(name: str, known: set[str]) -> str:
@@ -222,7 +335,7 @@ def _likeness(leaf: str, name: str) -> tuple[float, str]:
     return difflib.SequenceMatcher(None, leaf, name).ratio(), leaf
 
 
-def _first_unknown(name: str, known: set[str]) -> bool:
+def _unknown(name: str, known: set[str]) -> bool:
     return not any(name == leaf or name.startswith(f"{leaf}.") or leaf.startswith(f"{name}.") for leaf in known)
 
 

@@ -15,11 +15,18 @@ _ALSO_LISTS = ("lora.target_modules", "lora.exclude_modules")
 _ALSO_NULL = ("trainer.project_name", "trainer.run_name")
 """Annotated as text; the trackers make up a name where there is none, as recipes with an unset variable rely on."""
 
+_IN_MAPPINGS = {("generator.inference_engine.engine_init_kwargs", "max_model_len"): int | None}
+"""Keys of mappings that are counted with before whoever reads the mapping checks them."""
+
 
 def type_problems(cfg: Any) -> list[str]:
     """Every setting whose value is of another type than its own, a line each."""
     leaves = skyrl_leaves()
     lines = [f"{name}={shown(value_of(cfg, name))} is not {describe(leaves[name].hint)}" for name in _mistyped(cfg)]
+    lines += [
+        f"{name}.{key}={shown(value_of(cfg, name)[key])} is not {describe(_IN_MAPPINGS[name, key])}"
+        for name, key in _mistyped_keys(cfg)
+    ]
     return lines + [line for name in leaves for line in _glued_keys(name, value_of(cfg, name))]
 
 
@@ -35,16 +42,26 @@ def _glued_keys(name: str, value: Any) -> list[str]:
 
 
 def without_mistyped(cfg: Any) -> Any:
-    """The config itself where every value is of its type, else a copy with SkyRL's defaults in place of the others, so
-    that what else is wrong can be told."""
-    mistyped = _mistyped(cfg)
-    if not mistyped:
+    """The config itself where every value is of its type, else a copy with SkyRL's defaults in place of the others,
+    and without such keys of mappings, so that what else is wrong can be told."""
+    mistyped, keys = _mistyped(cfg), _mistyped_keys(cfg)
+    if not mistyped and not keys:
         return cfg
     mended, leaves = copy.deepcopy(cfg), skyrl_leaves()
     for name in mistyped:
         section, _, leaf = name.rpartition(".")
         setattr(value_of(mended, section), leaf, copy.deepcopy(leaves[name].default))
+    for name, key in keys:
+        del value_of(mended, name)[key]
     return mended
+
+
+def _mistyped_keys(cfg: Any) -> list[tuple[str, str]]:
+    return [
+        (name, key)
+        for (name, key), hint in _IN_MAPPINGS.items()
+        if isinstance(value_of(cfg, name), dict) and not matches(value_of(cfg, name).get(key), hint)
+    ]
 
 
 def _mistyped(cfg: Any) -> list[str]:

@@ -1,11 +1,14 @@
 """Recipes of many shapes: what they are refused for, and the report of a dry run, without anything being started."""
 
+import dataclasses
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from skyrl.backends.skyrl_train.utils.ppo_utils import PolicyLossRegistry
+from skyrl.train.config.config import SkyRLTrainConfig
 
 from integrations.arctic_rl.described_placement import described_plan
 from integrations.arctic_rl.dry_run import exit_status, report
@@ -390,7 +393,117 @@ def test_a_value_of_another_type_leaves_the_rest_readable():
 def test_unknown_settings_are_told_beside_the_rest():
     cfg, problems = parse_what_is_known(["trainer.algorithm.eps=1", "trainer.arctic_rl.x=1", "generator.max_turns=2"])
     assert cfg.generator.max_turns == 2
-    assert len([line for line in problems if "eps" in line]) == 2 and any("trainer.arctic_rl.x" in p for p in problems)
+    assert [line for line in problems if "eps" in line] == ["trainer.algorithm.eps: SkyRL 0.4.0 has no such setting"]
+    assert len(problems) == 2 and any("trainer.arctic_rl.x" in line for line in problems)
+
+
+def reported(capsys, *overrides):
+    """The refusals in the dry run's report of a recipe, without their bullets."""
+    with pytest.raises(SystemExit) as caught:
+        load_config(["trainer.logger=console", "trainer.arctic_rl.dry_run=true", *overrides])
+    sections = [part.splitlines() for part in capsys.readouterr().out.split("\n\n")]
+    refused = [line.removeprefix("  - ") for part in sections if part[0].startswith("Refused") for line in part[1:]]
+    assert caught.value.code == (1 if refused else 0)
+    return refused
+
+
+UNBUILDABLE = (
+    "trainer.algorithm.dppo.dppo_type=foo",
+    "trainer.algorithm.cispo.cispo_anchor=foo",
+    "data.dataloader.num_workers=-1",
+    "trainer.logprobs_chunk_size=0",
+    "trainer.policy.model.fake_int4_qat.enabled=true",
+    "generator.inference_engine.fp8_weight_sync_mode=blockwise",
+    "trainer.algorithm.enable_sample_support_replay=true",
+    "+trainer.seed=3",
+    "trainer.seed=${nothing}",
+    "trainer.seed=[1",
+    "trainer.algorithm={eps: 1}",
+    "trainer.arctic_rl.max_cpu_workers=0",
+    "trainer.arctic_rl.zero_stag=3",
+    "environment.skyrl_gym.bird_sql.timeout_s=-1",
+    "trainer.placement=null",
+    "environment=null",
+    "trainer.arctic_rl=null",
+    "trainer.arctic_rl=5",
+    "generator.eval_sampling_params=3",
+    "trainer.policy.fsdp_config.mixed_precision=bf16",
+    "trainer.algorithm.off_policy_correction=null",
+    "trainer.policy.optimizer_config=null",
+    "trainer=5",
+    "trainer.policy=null",
+)
+
+
+@pytest.mark.parametrize("override", UNBUILDABLE)
+def test_a_value_that_no_config_is_built_with_hides_nothing(override, capsys):
+    """One line that begins with the setting, beside all that is refused without it; the report is there."""
+    others = ["trainer.ref.language_model_only=true", "trainer.epohcs=1", "trainer.arctic_rl.cpu_threads=0"]
+    alone, lines = reported(capsys, *others), reported(capsys, *others, override)
+    assert len(alone) >= 3
+    setting = override.split("=")[0]
+    told = [line for line in lines if line.startswith((f"{setting}=", f"{setting} ", f"{setting}:"))]
+    assert len(told) == 1, lines
+    assert any(word in told[0] for word in ("write", "did you mean", "must be")), told
+    assert set(alone) <= set(lines)
+
+
+def test_each_of_several_such_values_is_told(capsys):
+    sections = ("bird", "bird_sql")
+    overrides = [
+        *(f"environment.skyrl_gym.{name}.{item}" for name in sections for item in ("timeout_s=-1", "float_rtol=3")),
+        "trainer.arctic_rl.zero_stage=7",
+        "trainer.arctic_rl.zero_stag=3",
+        "trainer.arctic_rl.max_cpu_workers=0",
+        "trainer.algorithm.cispo.cispo_anchor=foo",
+        "trainer.algorithm.dppo.dppo_type=foo",
+    ]
+    lines = reported(capsys, *overrides)
+    assert len(lines) == len(overrides)
+    for override in overrides:
+        setting = override.split("=")[0]
+        assert any(line.startswith((f"{setting}=", f"{setting} ")) for line in lines), setting
+
+
+def test_settings_that_exclude_each_other_are_named_together():
+    @dataclasses.dataclass
+    class Exclusive(SkyRLTrainConfig):
+        def __post_init__(self):
+            super().__post_init__()
+            if self.trainer.epochs == 3 and self.trainer.seed == 5:
+                raise ValueError("trainer.seed of three epochs")
+
+    arguments = ["trainer.seed=5", "generator.max_turns=2", "trainer.epochs=3"]
+    cfg, (line,) = parse_what_is_known(arguments, Exclusive)
+    assert line.startswith("trainer.seed=5 together with trainer.epochs=3: trainer.seed of three epochs; leave one of")
+    assert (cfg.trainer.seed, cfg.trainer.epochs, cfg.generator.max_turns) == (5, 3, 2), "for every further check"
+
+
+def test_a_setting_that_is_refused_with_or_without_another_is_named_alone():
+    quantised = "trainer.policy.model.fake_int4_qat.enabled=true"
+    cfg, (line,) = parse_what_is_known(["trainer.policy.model.lora.rank=8", quantised])
+    assert line.startswith(f"{quantised}: ") and "lora" not in line
+    assert cfg.trainer.policy.model.lora.rank == 8 and cfg.trainer.policy.model.fake_int4_qat.enabled
+
+
+def test_a_refused_setting_of_ours_leaves_the_modules_registered(tmp_path, monkeypatch, capsys):
+    (tmp_path / "my_losses.py").write_text(
+        "from skyrl.backends.skyrl_train.utils.ppo_utils import PolicyLossRegistry, register_policy_loss\n"
+        "@register_policy_loss('loss_of_my_own')\n"
+        "def loss(log_probs, old_log_probs, advantages, config, loss_mask, rollout_logprobs): ...\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    overrides = [
+        "trainer.arctic_rl.processor_modules=[my_losses]",
+        "trainer.algorithm.policy_loss_type=loss_of_my_own",
+        "trainer.arctic_rl.lr_warmup_ratio=5",
+    ]
+    try:
+        (line,) = reported(capsys, *overrides)
+    finally:
+        PolicyLossRegistry.unregister("loss_of_my_own")
+        sys.modules.pop("my_losses", None)
+    assert line.startswith("trainer.arctic_rl.lr_warmup_ratio=5")
 
 
 @pytest.mark.parametrize(

@@ -46,10 +46,24 @@ class TestParsing:
         with pytest.raises(ConfigError, match=r"trainer.arctic_rl.zero_stge.*did you mean 'zero_stage'"):
             parse("trainer.arctic_rl.zero_stge=2")
 
-    def test_unknown_setting_of_skyrl_keeps_its_message_and_names_the_nearest(self):
-        with pytest.raises(ValueError, match="Invalid fields") as caught:
-            parse("trainer.algorithm.eps_clip_lo=0.1")
-        assert "did you mean 'trainer.algorithm.eps_clip_low'" in str(caught.value)
+    def test_each_unknown_setting_of_skyrl_is_one_line_that_names_the_nearest(self):
+        with pytest.raises(ValueError) as caught:
+            parse("trainer.algorithm.eps_clip_lo=0.1", "trainer.epohcs=1")
+        assert str(caught.value).splitlines() == [
+            "trainer.algorithm.eps_clip_lo: did you mean 'trainer.algorithm.eps_clip_low'?",
+            "trainer.epohcs: did you mean 'trainer.epochs'?",
+        ]
+
+    def test_unknown_fields_of_a_mapping_keep_skyrls_message(self):
+        with pytest.raises(ConfigError, match=r"^Invalid fields .'eps'. for AlgorithmConfig$"):
+            parse("trainer.algorithm={eps: 1}")
+
+    def test_a_plus_is_refused_with_what_to_write(self):
+        with pytest.raises(ConfigError) as caught:
+            parse("+trainer.epochs=3", "+trainer.epohcs=3")
+        first, second = str(caught.value).splitlines()
+        assert first.startswith("+trainer.epochs=3:") and first.endswith("write trainer.epochs=3")
+        assert second.startswith("+trainer.epohcs=3:") and "did you mean 'trainer.epochs'" in second
 
     def test_dataloader_processes_are_only_started_when_asked_for(self):
         assert parse().data.dataloader.num_workers == 0
@@ -248,7 +262,7 @@ class TestChecks:
         "override", ["trainer.placement.policy_num_gpus_per_node=0", "trainer.policy_mini_batch_size=4096"]
     )
     def test_no_check_of_skyrls_ends_in_a_traceback(self, override):
-        with pytest.raises(ConfigError, match=r"SkyRL's own check: .+"):
+        with pytest.raises(ConfigError, match=r"SkyRL's own check: \w+"):
             load_config([*BASE, override])
 
 
@@ -269,6 +283,9 @@ FOUND = {
     "trainer.micro_train_batch_size_per_gpu=0": "trainer.micro_train_batch_size_per_gpu=0 must be a whole number",
     "generator.eval_n_samples_per_prompt=0": "generator.eval_n_samples_per_prompt=0 must be a whole number",
     "trainer.algorithm.policy_loss_type=mine": "'mine' is not registered",
+    "generator.inference_engine.engine_init_kwargs={max_model_len: abc}": "max_model_len=abc is not a whole number",
+    "trainer.policy_mini_batch_size=2048": "trainer.train_batch_size=1024 and trainer.policy_mini_batch_size=2048",
+    "trainer.train_batch_size=4": "trainer.train_batch_size=4 and trainer.policy_mini_batch_size=256",
 }
 
 
