@@ -170,10 +170,13 @@ def _segments(
         borders = cu_seq_lens_q.tolist()
         if cu_seq_lens_k is not None and cu_seq_lens_k is not cu_seq_lens_q and cu_seq_lens_k.tolist() != borders:
             raise _refused("cu_seq_lens_k", cu_seq_lens_k.tolist(), "give the same borders as cu_seq_lens_q")
-        if num_rows != 1 or borders[0] != 0 or borders[-1] != width or attention_mask is not None:
-            raise ValueError(
-                f"cu_seq_lens_q {borders} must span one packed row without a mask, got [{num_rows}, {width}] tokens"
+        if attention_mask is not None:
+            raise UnsupportedError(
+                f"attention {VARLEN_ATTENTION!r} got a mask {list(attention_mask.shape)} that the model made itself "
+                "beside the borders of packed rows: models of this family cannot be packed, pass pack=False"
             )
+        if num_rows != 1 or borders[0] != 0 or borders[-1] != width:
+            raise ValueError(f"cu_seq_lens_q {borders} must span one packed row, got [{num_rows}, {width}] tokens")
         return [(0, start, stop) for start, stop in pairwise(borders) if stop > start]
     if attention_mask is not None:
         if attention_mask.ndim != 2:

@@ -5,11 +5,14 @@ leaves the pipeline is aligned to tokens instead (:func:`align_to_tokens`): entr
 first token, which nothing predicts, has 0.
 
 With z = logits / temperature and lse = logsumexp(z):  log p(y) = z[y] - lse,  entropy = lse - sum_j p_j z_j.
-Their derivatives are  1[j = y] - p_j  and  -p_j (z_j - lse + entropy), each over temperature. From logits both passes
-work on a few positions at a time, so that beyond the logits and their gradient no [N, V] tensor is held. From hidden
-states they work on tiles, a few positions by a few vocabulary entries, carrying the softmax's maximum and sum along
-(Milakov and Gimelshein, "Online normalizer calculation for softmax", arXiv:1805.02867): the gradient of a block of the
-LM head is complete before the next one starts, so that no float32 copy of it is held either.
+Their derivatives are  1[j = y] - p_j  and  -p_j (z_j - lse + entropy), each over temperature. A vocabulary entry whose
+logit is -inf has probability 0 and adds nothing to entropy and gradients.
+
+From logits both passes work on a few positions at a time, so that beyond the logits and their gradient no [N, V]
+tensor is held. From hidden states they work on tiles, a few positions by a few vocabulary entries, carrying the
+softmax's maximum and sum along (Milakov and Gimelshein, "Online normalizer calculation for softmax",
+arXiv:1805.02867): the gradient of a block of the LM head is complete before the next one starts, so that no float32
+copy of it is held either.
 """
 
 import math
@@ -31,6 +34,9 @@ _FLOAT32_COPIES = 2
 
 _TILE_BYTES = _FLOAT32_COPIES * 4 + 2
 """The same for an entry of a tile, with one in a 16-bit dtype before it is read in float32."""
+
+_IMPOSSIBLE = -1e4
+"""Stands for log-probs below it in products with their probability, which is 0 in every dtype: 0 * -inf = nan."""
 
 _NARROW_BYTES = 12
 """Of a position's or a vocabulary entry's 16-bit gradient: a tile's share of it, that in float32, and the sum."""
@@ -102,7 +108,7 @@ def logprobs_and_entropy(
     z = z if temperature == 1.0 else z / temperature
     logp = torch.log_softmax(z, dim=-1)
     logprobs = logp.gather(1, targets[:, None]).squeeze(1)
-    return logprobs, -(logp.exp() * logp).sum(dim=-1) if entropy else None
+    return logprobs, -(logp.exp() * logp.clamp(min=_IMPOSSIBLE)).sum(dim=-1) if entropy else None
 
 
 def logprobs_and_entropy_chunked(
@@ -320,7 +326,7 @@ class _RunningStats:
         self._total[part] = shrunk + p.sum(dim=-1, keepdim=True)
         if self._weighted is not None:
             before = self._weighted[part] * lower.exp() + shrunk * lower
-            self._weighted[part] = before + p.mul_(centred).sum(dim=-1, keepdim=True)
+            self._weighted[part] = before + p.mul_(centred.clamp_(min=_IMPOSSIBLE)).sum(dim=-1, keepdim=True)
 
     def result(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """log-probs, logsumexp and entropy (or None), [N] each."""
@@ -347,7 +353,8 @@ class _Stats:
         self.logprobs[part] = (at_target - total.log()).squeeze(1)
         self.lse[part] = (top + total.log()).squeeze(1)
         if self.entropy is not None:
-            self.entropy[part] = (total.log() - p.mul_(centred).sum(dim=-1, keepdim=True) / total).squeeze(1)
+            weighted = p.mul_(centred.clamp_(min=_IMPOSSIBLE)).sum(dim=-1, keepdim=True)
+            self.entropy[part] = (total.log() - weighted / total).squeeze(1)
 
 
 class _OutputGrads:
@@ -374,7 +381,7 @@ class _OutputGrads:
         if self._grad_entropy is None:
             grad = p.mul_(-grad_logprobs)
         else:
-            factor = centred.add_(self._entropies[part]).mul_(self._grad_entropy[part])
+            factor = centred.clamp_(min=_IMPOSSIBLE).add_(self._entropies[part]).mul_(self._grad_entropy[part])
             if grad_logprobs is not None:
                 factor.add_(grad_logprobs)
             grad = factor.mul_(p).neg_()

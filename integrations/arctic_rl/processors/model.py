@@ -122,6 +122,7 @@ class _Reader:
         self._predicts = places.predicts
         self._logits: torch.Tensor | None = None
         self._from_head: torch.Tensor | None = None
+        self._version = 0
         self._logprobs: torch.Tensor | None = None
         self._entropy: torch.Tensor | None = None
         self.hidden: torch.Tensor | None = None
@@ -146,10 +147,16 @@ class _Reader:
         if call.mode != "memory":
             self._logits = _flat(logits)
             return
-        if self._from_head is None or logits.data_ptr() != self._from_head.data_ptr():
+        at_head = self._from_head
+        if (
+            at_head is None
+            or logits.data_ptr() != at_head.data_ptr()
+            or logits.shape != at_head.shape
+            or _version(at_head) != self._version
+        ):
             raise UnsupportedError(
                 f"meta['logits_optimization']='memory': {type(call.module).__name__} changes its logits after the LM "
-                "head (soft-capping or scaling); write 'compute'"
+                "head (soft-capping, scaling, masking or slicing); write 'compute'"
             )
         stats = _flat(logits)
         self._logprobs = stats[:, 0]
@@ -174,6 +181,7 @@ class _Reader:
     def _head_stats(self, hidden: torch.Tensor) -> torch.Tensor:
         self.hidden = hidden
         self._from_head = self._read_hidden(hidden, entropy=self._call.entropy)
+        self._version = _version(self._from_head)
         return self._from_head
 
     def _head_logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -230,6 +238,11 @@ class _Reader:
 
     def _peak_gib(self) -> float:
         return self._call.settings.peak_gib(self._targets.device.type)
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """How often a tensor was changed in place; inference tensors do not count."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 @contextmanager

@@ -22,6 +22,7 @@ import torch
 from ..errors import UnsupportedError
 from .batching import MicroBatch, RowBatch, RowPlan, join_rows, with_counts
 from .distributed import gather
+from .isolation import check_model, check_row_lengths
 from .metrics import MetricTable, merge
 from .model import ModelCall, run_model
 from .observe import PhaseTimers, profiled, see_memory_usage
@@ -58,7 +59,8 @@ def run_pipeline(
     """Run a batch through the model in micro-batches, then processors on their rows, and backward.
 
     B rows, S = P + R width. Processors see rows [b, S] of one micro-batch whatever it was packed to; results do not
-    depend on how rows were split, packed or padded. With torch.distributed, every rank calls this together.
+    depend on how rows were split, packed or padded, except by rounding in layers of experts (:mod:`.isolation`). With
+    torch.distributed, every rank calls this together.
 
     Args:
         engine: called as ``engine(*args, **inputs)``; has ``module``, ``train()``, ``eval()`` and, for backward=True,
@@ -128,13 +130,14 @@ def run_counted(
     loss_fn = None if loss_name is None else get_loss_fn(loss_name)
     config = copy.deepcopy(dict(processing.get("config") or {}))
     share = shares_prompts(engine, meta, pack=pack, training=backward is not False)
-    rows, plan, ranks = _planned(batch, meta, pack, share, max_tokens_per_mb)
+    rows, plan, ranks = _planned(getattr(engine, "module", engine), batch, meta, pack, share, max_tokens_per_mb)
     counts = {} if loss_fn is None else with_counts(rows, meta, [counts for _, counts in ranks])
     call = _model_call(engine, args, meta, config, posts, loss_fn is not None, len(ranks))
     counts |= {"calculate_entropy": call.entropy}
 
     if share is not None:
         check_first_use(call, meta, device)
+    check_model(call, device, packed=pack or rows.packed_input is not None)
     run = _Run(call, posts, loss_fn, config, device, backward)
     with profiled(), torch.set_grad_enabled(backward is not False):
         (engine.eval if backward is False else engine.train)()
@@ -146,7 +149,12 @@ def run_counted(
 
 
 def _planned(
-    batch: Mapping[str, Any], meta: Mapping[str, Any], pack: bool, share: Sharing | None, max_tokens_per_mb: int
+    module: Any,
+    batch: Mapping[str, Any],
+    meta: Mapping[str, Any],
+    pack: bool,
+    share: Sharing | None,
+    max_tokens_per_mb: int,
 ) -> tuple[RowBatch, list[RowPlan], list[tuple[int, tuple[float, int]]]]:
     """This rank's rows and their micro-batches, and every rank's number of micro-batches and token counts.
 
@@ -157,6 +165,7 @@ def _planned(
         rows = RowBatch(batch, meta, pack=pack, share=share is not None, responses_only=_responses_only(meta))
         if share is not None:
             share.check_lengths(rows.lengths)
+        check_row_lengths(module, rows.lengths)
         plan = rows.plan(max_tokens_per_mb)
         own = (len(plan), rows.token_counts())
     except Exception as error:

@@ -23,11 +23,13 @@ def load_model(spec: TrainingSpec) -> PreTrainedModel:
     """Load ``spec.model_path`` in float32 with an attention that shares prompts, or keeps packed rows apart.
 
     Raises:
-        UnsupportedError: for a model whose attention cannot be packed exactly, or that is to share prompts and cannot.
+        UnsupportedError: for a model whose packed rows see each other, or that is to share prompts and cannot. On
+            GPUs, whose attention does not run in float32, the first call of the pipeline tells the former.
     """
     from transformers import AutoModelForCausalLM
 
     from ..processors.attention import attention_implementation
+    from ..processors.isolation import check_packing
     from ..zorro.attention import register_shared_attention
     from ..zorro.support import check_can_share, reasons_against
 
@@ -44,6 +46,8 @@ def load_model(spec: TrainingSpec) -> PreTrainedModel:
     elif spec.use_zorro is None and (reasons := list(reasons_against(model, training=training))):
         logger.warning("prompts are not shared between rollouts: %s", "; ".join(reasons))
         model.set_attn_implementation(packed)
+    if spec.device == "cpu":
+        check_packing(model, spec.device)
     if spec.gradient_checkpointing and training:
         model.gradient_checkpointing_enable(
             gradient_checkpointing_kwargs={"use_reentrant": spec.gradient_checkpointing_use_reentrant}
