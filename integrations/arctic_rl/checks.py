@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable, Iterator
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from importlib.util import find_spec
 from typing import Any
 
 from .algorithm_rules import correction_refusals, loss_problems
 from .backends import registry
-from .config import PREFIX
+from .config import PREFIX, ArcticRLConfig
+from .errors import UnsupportedError
 from .sampling_params import sampling_problems
 from .scoring_checks import scoring_problems
+from .server.sampling_spec import PROTECTED_ENGINE_ARGS
 from .server.schedule import schedule_problems
 from .server_config import server_config
-from .support.leaves import value_of
+from .support.leaves import MISSING, skyrl_leaves, value_of
 
 
 def setting_problems(cfg: Any) -> list[str]:
@@ -24,8 +29,44 @@ def setting_problems(cfg: Any) -> list[str]:
         cfg: a ``SkyRLTrainConfig`` with ``trainer.arctic_rl``.
     """
     losses = (loss_problems, correction_refusals, _own_loss)
-    checks = (_backend, _modules, _counts, _optimizer, _sampling, _server, scoring_problems, *losses)
-    return [line for check in checks for line in check(cfg)]
+    checks = (_backend, _modules, _counts, _optimizer, _sampling, scoring_problems, *losses)
+    lines = [line for check in checks for line in check(cfg)]
+    # What is said already does not hide the rest, nor is it said twice.
+    for check in (_not_finite, _server):
+        named = [_setting(line) for line in lines]
+        lines += [line for line in check(_mended(cfg, named)) if _setting(line) not in named]
+    return lines
+
+
+def _setting(line: str) -> str:
+    return re.split("[=:]", line, maxsplit=1)[0]
+
+
+def _mended(cfg: Any, settings: Iterable[str]) -> Any:
+    """A copy of a config in which settings have SkyRL's defaults."""
+    mended, leaves = copy.deepcopy(cfg), skyrl_leaves()
+    for setting in settings:
+        section, _, name = setting.rpartition(".")
+        if setting in leaves and leaves[setting].default is not MISSING:
+            setattr(value_of(mended, section), name, copy.deepcopy(leaves[setting].default))
+        elif section == PREFIX and name in vars(mended.trainer.arctic_rl):
+            setattr(mended.trainer.arctic_rl, name, vars(ArcticRLConfig())[name])
+    return mended
+
+
+_MAY_BE_INFINITE = ("trainer.algorithm.off_policy_correction.", "trainer.algorithm.tis_imp_ratio_cap")
+
+
+def _not_finite(cfg: Any) -> Iterator[str]:
+    ours = {f"{PREFIX}.{name}": value for name, value in vars(cfg.trainer.arctic_rl).items()}
+    values = {name: value_of(cfg, name) for name in skyrl_leaves()} | ours
+    del values["trainer.algorithm.temperature"]  # a copy of the rollouts', which _sampling tells apart
+    for setting, value in values.items():
+        for item in value if isinstance(value, list) else [value]:
+            bad = isinstance(item, float) and not math.isfinite(item)
+            if bad and not (math.isinf(item) and setting.startswith(_MAY_BE_INFINITE)):
+                yield f"{setting}={value}: must be a finite number"
+                break
 
 
 def _failure(function: Callable[[], Any]) -> Iterator[str]:
@@ -92,8 +133,8 @@ def _optimizer(cfg: Any) -> Iterator[str]:
     optimizer = cfg.trainer.policy.optimizer_config
     for name in ("lr", "weight_decay", "max_grad_norm"):
         value = vars(optimizer)[name]
-        if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
-            yield f"{prefix}.{name}={value!r} must be a number of at least 0"
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+            yield f"{prefix}.{name}={value!r} must be a finite number of at least 0"
     betas = list(optimizer.adam_betas)
     if len(betas) != 2 or not all(isinstance(beta, int | float) and 0 <= beta < 1 for beta in betas):
         yield f"{prefix}.adam_betas={betas} must be two numbers from 0 to below 1"
@@ -132,20 +173,38 @@ def _sampling(cfg: Any) -> Iterator[str]:
 
 
 def _server(cfg: Any) -> Iterator[str]:
-    if any(_optimizer(cfg)) or any(loss_problems(cfg)):
-        return
-    try:
-        config = server_config(cfg, run_id="", env_vars={})
-    except ValueError as error:
-        yield from str(error).splitlines()
-    else:
-        yield from schedule_problems(config.policy.optimizer)
+    """What stands against the server's own config, whose classes tell one problem at a time."""
+    engine = cfg.generator.inference_engine
+    # The support table and ``recipe_checks`` judge these.
+    engine.engine_init_kwargs = {
+        name: value
+        for name, value in engine.engine_init_kwargs.items()
+        if name != "max_model_len" and name not in PROTECTED_ENGINE_ARGS
+    }
+    engine.tensor_parallel_size = 1
+    said: set[str] = set()
+    while True:
+        try:
+            config = server_config(cfg, run_id="", env_vars={})
+        except ValueError as error:
+            lines = str(error).splitlines()
+            yield from lines
+            new = {_setting(line) for line in lines} & skyrl_leaves().keys() - said
+            if not new:
+                return
+            said |= new
+            cfg = _mended(cfg, new)
+        else:
+            yield from schedule_problems(config.policy.optimizer)
+            return
 
 
 _TAKES_THE_REDUCTION_ITSELF = ("grpo", "verl_grpo", "regularized", "skyrl_policy_loss")
 
 
 def _own_loss(cfg: Any) -> Iterator[str]:
+    from .processors.registry import get_loss_fn
+
     arctic, policy_loss = cfg.trainer.arctic_rl, cfg.trainer.algorithm.policy_loss_type
     name = arctic.loss_fn
     if name is None:
@@ -157,14 +216,17 @@ def _own_loss(cfg: Any) -> Iterator[str]:
             f"{PREFIX}.loss_fn={name!r} and trainer.algorithm.policy_loss_type={policy_loss!r} both name the policy "
             "loss: leave one of them out"
         )
-    if name in _TAKES_THE_REDUCTION_ITSELF:
+    elif name in _TAKES_THE_REDUCTION_ITSELF:
         yield (
             f"{PREFIX}.loss_fn={name!r} would reduce advantages that SkyRL has reduced already: leave it out and "
             "write trainer.algorithm.policy_loss_type=regular or dual_clip"
         )
-    elif "." in name:
+    elif "." in name and not _module_exists(name.rpartition(".")[0]):
         module = name.rpartition(".")[0]
-        if not _module_exists(module):
-            yield (
-                f"{PREFIX}.loss_fn={name!r}: there is no module {module!r}: install it, or start the run in its folder"
-            )
+        yield f"{PREFIX}.loss_fn={name!r}: there is no module {module!r}: install it, or start the run in its folder"
+    elif "." in name or all(module in sys.modules for module in arctic.processor_modules):
+        # A plain name may be registered by a module that failed to import, which is said already.
+        try:
+            get_loss_fn(name)
+        except UnsupportedError as error:
+            yield f"{PREFIX}.loss_fn={name!r}: {error}"

@@ -51,3 +51,165 @@ class TestSampling:
         assert settings(lines) == ["trainer.algorithm.temperature"]
         lines = setting_problems(parsed(f"generator.sampling_params.temperature={value}"))
         assert settings(lines) == ["generator.sampling_params.temperature"]
+
+
+ALGORITHM = "trainer.algorithm"
+CORRECTION = f"{ALGORITHM}.off_policy_correction"
+LOSS = f"{ALGORITHM}.policy_loss_type"
+OUT_OF_RANGE = {
+    "eps_clip_low": (["-1", ".inf", ".nan"], ""),
+    "eps_clip_high": (["-1", ".inf", ".nan"], ""),
+    "clip_ratio_c": (["1", ".inf"], f"{LOSS}=dual_clip"),
+    "kl_loss_coef": ([".nan", ".inf"], f"{ALGORITHM}.use_kl_loss=true"),
+    "entropy_loss_coef": ([".nan"], f"{ALGORITHM}.use_entropy_loss=true"),
+    "zero_variance_filter_tol": (["-0.1", ".nan"], f"{ALGORITHM}.zero_variance_filter=true"),
+    "sapo.tau_pos": (["0", ".inf"], f"{LOSS}=sapo"),
+    "sapo.tau_neg": (["-1", ".nan"], f"{LOSS}=sapo"),
+    "cispo.cispo_eps_clip_low": (["-1"], f"{LOSS}=cispo"),
+    "cispo.cispo_eps_clip_high": (["-1", ".inf"], f"{LOSS}=cispo"),
+    "dppo.delta_low": (["-1"], f"{LOSS}=dppo"),
+    "dppo.delta_high": (["-1", ".nan"], f"{LOSS}=dppo"),
+    "clip_cov.clip_ratio": (["2", "-0.1"], f"{LOSS}=clip_cov"),
+    "clip_cov.clip_cov_lb": (["9"], f"{LOSS}=clip_cov"),
+    "kl_cov.kl_cov_frac": (["2", "-0.1"], f"{LOSS}=kl_cov"),
+    "kl_cov.ppo_kl_coef": ([".inf"], f"{LOSS}=kl_cov"),
+    "max_seq_len": (["0", "-5"], f"{ALGORITHM}.loss_reduction=seq_mean_token_sum_norm"),
+    "dynamic_sampling.min_replace_ratio": (["2"], f"{ALGORITHM}.dynamic_sampling.type=replace"),
+    "off_policy_correction.token_tis_ratio_clip_high": (["0", ".nan"], f"{CORRECTION}.tis_ratio_type=token"),
+    "off_policy_correction.token_mask_is_threshold_low": (
+        ["3"],
+        f"{CORRECTION}.token_mask_is_threshold_low=1 {CORRECTION}.token_mask_is_threshold_high=2",
+    ),
+    "off_policy_correction.geo_mask_low": (["1.5"], f"{CORRECTION}.sequence_mask_metric=geometric"),
+    "off_policy_correction.product_mask_low": (["3"], f"{CORRECTION}.sequence_mask_metric=product"),
+    "gamma": ([".nan"], f"{ALGORITHM}.advantage_estimator=reinforce++"),
+}
+
+
+class TestNumbers:
+    @pytest.mark.parametrize(
+        ("name", "value", "context"),
+        [(name, value, context) for name, (values, context) in OUT_OF_RANGE.items() for value in values],
+    )
+    def test_a_number_of_the_algorithm_out_of_range_is_refused_by_its_own_name(self, name, value, context):
+        lines = setting_problems(parsed(f"{context} {ALGORITHM}.{name}={value}"))
+        assert settings(lines) == [f"{ALGORITHM}.{name}"]
+        assert setting_problems(parsed(context)) == []
+
+    @pytest.mark.parametrize(
+        "setting",
+        [
+            "trainer.policy.optimizer_config.lr",
+            "trainer.policy.optimizer_config.weight_decay",
+            "trainer.policy.optimizer_config.max_grad_norm",
+            "trainer.arctic_rl.lr_warmup_ratio",
+            "trainer.arctic_rl.cpu_kv_cache_gib",
+            "trainer.algorithm.lambd",
+        ],
+    )
+    def test_what_is_not_a_number_is_refused(self, setting):
+        assert settings(setting_problems(parsed(f"{setting}=.nan"))) == [setting]
+
+    @pytest.mark.parametrize(
+        "setting", ["trainer.policy.optimizer_config.lr", "trainer.arctic_rl.scoring_time_limit_s"]
+    )
+    def test_infinity_is_refused_where_it_means_nothing(self, setting):
+        assert settings(setting_problems(parsed(f"{setting}=.inf"))) == [setting]
+
+    def test_infinity_means_no_bound_in_a_correction(self):
+        token = f"{CORRECTION}.tis_ratio_type=token {CORRECTION}.token_tis_ratio_clip_high=.inf"
+        assert setting_problems(parsed(token)) == []
+
+    def test_a_conversation_has_a_turn(self):
+        assert settings(setting_problems(parsed("generator.max_turns=0"))) == ["generator.max_turns"]
+
+    def test_each_problem_of_a_loss_is_said(self):
+        bad = "eps_clip_low=-1 eps_clip_high=.inf clip_ratio_c=0 policy_loss_type=dual_clip kl_loss_coef=.nan"
+        lines = setting_problems(parsed(" ".join(f"{ALGORITHM}.{item}" for item in bad.split())))
+        assert set(settings(lines)) == {
+            f"{ALGORITHM}.{name}" for name in ("eps_clip_low", "eps_clip_high", "clip_ratio_c", "kl_loss_coef")
+        }
+
+    def test_a_wrong_estimator_of_the_kl_is_said_once(self):
+        assert settings(refused(f"{ALGORITHM}.kl_estimator_type=k4")) == [f"{ALGORITHM}.kl_estimator_type"]
+
+
+class TestTogether:
+    def test_no_problem_hides_another_of_the_server(self):
+        lines = refused(
+            "trainer.policy.optimizer_config.lr=-1 trainer.policy.optimizer_config.adam_betas=[0.9] "
+            "trainer.policy.optimizer_config.scheduler=bogus generator.inference_engine.model_dtype=int3 "
+            f"{ALGORITHM}.kl_loss_coef=.nan {LOSS}=nobodys generator.inference_engine.max_num_seqs=0"
+        )
+        lines = [line for line in lines if not line.startswith("SkyRL")]
+        assert sorted(settings(lines)) == sorted(
+            [
+                "trainer.policy.optimizer_config.lr",
+                "trainer.policy.optimizer_config.adam_betas",
+                "trainer.policy.optimizer_config.scheduler",
+                "generator.inference_engine.model_dtype",
+                f"{ALGORITHM}.kl_loss_coef",
+                LOSS,
+                "generator.inference_engine.max_num_seqs",
+            ]
+        )
+
+    def test_a_count_of_an_engine_is_named_once(self):
+        lines = refused("generator.inference_engine.max_num_seqs=0")
+        assert [line for line in lines if "max_num_seqs" in line] == [
+            "generator.inference_engine.max_num_seqs=0 must be a whole number of at least 1"
+        ]
+
+
+class TestOldNames:
+    TIS = f"{ALGORITHM}.use_tis=true {ALGORITHM}.tis_imp_ratio_cap=2.5"
+
+    @pytest.mark.parametrize(
+        ("beside", "named"),
+        [
+            ("tis_ratio_type=sequence", "tis_ratio_type"),
+            ("token_tis_ratio_clip_high=3", "token_tis_ratio_clip_high"),
+            ("tis_ratio_type=sequence sequence_tis_ratio_clip_high=3", "tis_ratio_type"),
+        ],
+    )
+    def test_the_new_name_with_another_value_is_refused(self, beside, named):
+        lines = refused(f"{self.TIS} " + " ".join(f"{CORRECTION}.{item}" for item in beside.split()))
+        assert settings(lines) == [f"{CORRECTION}.{named}"]
+
+    def test_the_same_value_under_both_names_passes(self):
+        both = f"{self.TIS} {CORRECTION}.tis_ratio_type=token {CORRECTION}.token_tis_ratio_clip_high=2.5"
+        found = inspect_config(parsed(both))
+        assert found.refused == found.ignored == []
+
+    def test_a_cap_that_the_old_name_switches_off_is_said_to_have_no_effect(self):
+        found = inspect_config(parsed(f"{self.TIS} {CORRECTION}.sequence_tis_ratio_clip_high=3"))
+        assert found.refused == []
+        assert settings(found.ignored) == [f"{CORRECTION}.sequence_tis_ratio_clip_high"]
+
+
+class TestOwnLoss:
+    @pytest.mark.parametrize(
+        ("name", "said"), [("nope", "unknown"), ("os.path", "not a function"), ("os.nofunc", "no 'nofunc'")]
+    )
+    def test_a_function_that_is_not_there_is_known_before_anything_starts(self, name, said):
+        (line,) = refused(f"trainer.arctic_rl.loss_fn={name}")
+        assert line.startswith(f"trainer.arctic_rl.loss_fn='{name}': ") and said in line
+
+    def test_a_dotted_path_and_a_registered_name_pass(self, tmp_path, monkeypatch):
+        assert refused("trainer.arctic_rl.loss_fn=tests.arctic_rl.processors.user_module.undecorated") == []
+        (tmp_path / "losses_of_a_recipe.py").write_text(
+            "from integrations.arctic_rl.processors.pipeline import register_loss_fn\n"
+            "@register_loss_fn('loss_of_a_recipe')\n"
+            "def loss(model_outputs, batch, meta, config, device):\n"
+            "    return model_outputs['logprobs'].sum(), {}\n"
+        )
+        monkeypatch.syspath_prepend(tmp_path)
+        named = "trainer.arctic_rl.loss_fn=loss_of_a_recipe"
+        assert refused(f"{named} trainer.arctic_rl.processor_modules=[losses_of_a_recipe]") == []
+
+    def test_a_module_that_does_not_import_is_not_held_against_the_name(self, tmp_path, monkeypatch):
+        (tmp_path / "broken_losses_of_a_recipe.py").write_text("raise RuntimeError('broken')\n")
+        monkeypatch.syspath_prepend(tmp_path)
+        modules = "trainer.arctic_rl.processor_modules=[broken_losses_of_a_recipe]"
+        (line,) = refused(f"trainer.arctic_rl.loss_fn=nope {modules}")
+        assert "broken_losses_of_a_recipe" in line

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
 from .entries import (
     Entry,
+    Honoured,
     Idle,
-    PartOf,
     Refused,
+    first_of,
     one_of,
     ours,
     refusal,
@@ -38,12 +40,52 @@ _SKYRLS_LOSSES = (
 )
 
 
+_SKYRLS_ESTIMATORS = ("grpo", "rloo", "reinforce++", "maxrl", "gae")
+
+
+def _own_loss(cfg: Any) -> bool:
+    """Whether the policy loss is the user's own, which is handed all of ``trainer.algorithm``."""
+    return cfg.trainer.arctic_rl.loss_fn is not None or cfg.trainer.algorithm.policy_loss_type not in _SKYRLS_LOSSES
+
+
+def _own_function(cfg: Any) -> bool:
+    """Whether the user's own loss or advantage estimator is handed all of ``trainer.algorithm`` as its ``config``."""
+    own_estimator = cfg.trainer.algorithm.advantage_estimator not in _SKYRLS_ESTIMATORS
+    return _own_loss(cfg) or (own_estimator and _without_advantages(cfg) is None)
+
+
+def _without_advantages(cfg: Any) -> str | None:
+    unread = not _own_loss(cfg) and cfg.trainer.algorithm.policy_loss_type == "cross_entropy"
+    return "trainer.algorithm.policy_loss_type=cross_entropy reads no advantages" if unread else None
+
+
+def _without_terms(cfg: Any) -> str | None:
+    added = _own_loss(cfg) or cfg.trainer.algorithm.policy_loss_type != "cross_entropy"
+    return None if added else "SkyRL adds no such term to trainer.algorithm.policy_loss_type=cross_entropy"
+
+
+def _no_critic(cfg: Any) -> str | None:
+    return None if cfg.trainer.critic.model.path else "no critic"
+
+
+def _old_name(cfg: Any) -> str | None:
+    return "trainer.algorithm.use_tis=true" if cfg.trainer.algorithm.use_tis else None
+
+
+def _unless_own(entry: Entry) -> Entry:
+    """An entry that a policy loss or an estimator of the user's own may read, whatever else is idle."""
+    if not isinstance(entry, Honoured) or entry.idle is None:
+        return entry
+    idle = entry.idle
+    return dataclasses.replace(entry, idle=lambda cfg: None if _own_function(cfg) else idle(cfg))
+
+
 def _read_by(*losses: str) -> Idle:
     """Idle with the policy losses of SkyRL that do not read the setting; a loss of the user's own may."""
 
     def idle(cfg: Any) -> str | None:
         name = cfg.trainer.algorithm.policy_loss_type
-        if cfg.trainer.arctic_rl.loss_fn is not None or name in losses or name not in _SKYRLS_LOSSES:
+        if _own_loss(cfg) or name in losses:
             return None
         return f"not read with trainer.algorithm.policy_loss_type={name}"
 
@@ -89,65 +131,85 @@ def _parameter(loss: str) -> Entry:
 
 
 def _correction_cap(setting: str, value: Any, cfg: Any) -> Iterable[str]:
-    if value <= 0:
+    if cfg.trainer.algorithm.use_tis and value <= 0:
         instead = "write a cap above 1, or off_policy_correction.tis_ratio_type=token in place of use_tis"
         yield refusal(setting, value, "SkyRL would cap every weight there", instead)
 
 
 _EQUAL_REWARDS_TESTS = "tests/arctic_rl/test_equal_rewards.py::"
 
-_NO_CRITIC = PartOf("trainer.critic.model.path", "no critic")
+
+_OWN = "tests/arctic_rl/test_support_algorithm.py::"
+_ADAPTIVE = first_of(_without_advantages, _reward_kl, _unless("kl_ctrl.type", "adaptive"))
+_OF_A_CRITIC = ours(
+    "handed to an advantage estimator or policy loss of your own",
+    f"{_OWN}test_a_policy_loss_is_handed_the_whole_section",
+    idle=_no_critic,
+)
 _VALIDATE = "skyrl.train.utils.utils:validate_cfg"
 _CORRECTION = "off_policy_correction"
-_TOKEN_WEIGHTS = _unless(f"{_CORRECTION}.tis_ratio_type", "token")
-_SEQUENCE_WEIGHTS = _unless(f"{_CORRECTION}.tis_ratio_type", "sequence")
+_SEQUENCE_WEIGHTS = first_of(_old_name, _unless(f"{_CORRECTION}.tis_ratio_type", "sequence"))
+
+
+def _token_weights(cfg: Any) -> str | None:
+    return None if _old_name(cfg) else _unless(f"{_CORRECTION}.tis_ratio_type", "token")(cfg)
+
+
 _GEOMETRIC = _unless(f"{_CORRECTION}.sequence_mask_metric", "geometric")
 _PRODUCT = _unless(f"{_CORRECTION}.sequence_mask_metric", "product")
 _CLIPPING = _read_by("regular", "dual_clip", "gspo", "clip_cov", "rollout_is")
 
-ALGORITHM: dict[str, Entry] = under(
+_ENTRIES: dict[str, Entry] = under(
     "trainer.algorithm",
     {
-        "advantage_estimator": skyrls("SkyRL's estimators and registered ones", _ADVANTAGES, _FELT, limit=_estimators),
+        "advantage_estimator": skyrls(
+            "SkyRL's estimators and registered ones", _ADVANTAGES, _FELT, limit=_estimators, idle=_without_advantages
+        ),
         "kl_ctrl.type": skyrls(
             "the controller of the KL penalty in the reward",
             f"{_LOSS_FUNCTIONS}:get_kl_controller",
             limit=one_of("fixed", "adaptive"),
-            idle=_reward_kl,
+            idle=first_of(_without_advantages, _reward_kl),
         ),
         "kl_ctrl.kl_target": skyrls(
-            "target of the adaptive controller", f"{_LOSS_FUNCTIONS}:get_kl_controller", idle=_reward_kl
+            "target of the adaptive controller", f"{_LOSS_FUNCTIONS}:get_kl_controller", idle=_ADAPTIVE
         ),
         "kl_ctrl.horizon": skyrls(
-            "speed of the adaptive controller", f"{_LOSS_FUNCTIONS}:get_kl_controller", idle=_reward_kl
+            "speed of the adaptive controller", f"{_LOSS_FUNCTIONS}:get_kl_controller", idle=_ADAPTIVE
         ),
         "kl_estimator_type": ours(
             "estimator of the KL loss here, and of the KL reward in SkyRL's code",
             limit=one_of("k1", "k2", "k3", "abs"),
             idle=_any_kl,
         ),
-        "use_kl_in_reward": skyrls("the KL penalty on rewards", f"{_TRAINER}.train", _FELT),
-        "use_kl_loss": ours("the KL term of the loss, and the reference model that it needs"),
-        "kl_loss_coef": ours("factor of the KL term", idle=_any_kl),
-        "use_entropy_loss": ours("the entropy bonus: the mean over the mini-batch's tokens"),
-        "entropy_loss_coef": ours("factor of the entropy bonus", idle=_unless("use_entropy_loss", True)),
+        "use_kl_in_reward": skyrls("the KL penalty on rewards", f"{_TRAINER}.train", _FELT, idle=_without_advantages),
+        "use_kl_loss": ours("the KL term of the loss, and the reference model that it needs", idle=_without_terms),
+        "kl_loss_coef": ours("factor of the KL term", idle=first_of(_without_terms, _unless("use_kl_loss", True))),
+        "use_entropy_loss": ours("the entropy bonus: the mean over the mini-batch's tokens", idle=_without_terms),
+        "entropy_loss_coef": ours(
+            "factor of the entropy bonus", idle=first_of(_without_terms, _unless("use_entropy_loss", True))
+        ),
         "temperature": ours("logits are divided by it in training; unset = the rollouts' temperature"),
         "advantage_batch_normalize": skyrls(
-            "advantages normalised over the batch", f"{_TRAINER}._normalize_advantages", _FELT
+            "advantages normalised over the batch",
+            f"{_TRAINER}._normalize_advantages",
+            _FELT,
+            idle=_without_advantages,
         ),
-        "value_head_prefix": _NO_CRITIC,
+        "value_head_prefix": _OF_A_CRITIC,
         "policy_loss_type": ours("the policy loss on the server: each of SkyRL's, and registered ones"),
         "loss_reduction": skyrls(
             "weights the advantages of each mini-batch, so that the loss on the server is a sum",
             f"{_TRAINER}._normalize_advantages",
             _FELT,
             limit=one_of("token_mean", "token_mean_legacy", "sequence_mean", "seq_mean_token_sum_norm", "prompt_mean"),
+            idle=_without_advantages,
         ),
         "grpo_norm_by_std": skyrls(
             "advantages divided by their group's standard deviation",
             _ADVANTAGES,
             _FELT,
-            idle=_unless("advantage_estimator", "grpo"),
+            idle=first_of(_without_advantages, _unless("advantage_estimator", "grpo")),
         ),
         "zero_variance_filter": ours(
             "takes groups of equal rewards out of the loss, also where rewards are given per token",
@@ -158,9 +220,17 @@ ALGORITHM: dict[str, Entry] = under(
             f"{_EQUAL_REWARDS_TESTS}test_the_filters_tolerance_and_what_is_masked_already",
             idle=_unless("zero_variance_filter", True),
         ),
-        "lambd": _NO_CRITIC,
+        "lambd": skyrls(
+            "handed to an advantage estimator or policy loss of your own",
+            _ADVANTAGES,
+            f"{_OWN}test_an_estimator_is_handed_the_recipes_values",
+            idle=first_of(_without_advantages, _no_critic),
+        ),
         "gamma": skyrls(
-            "the discount of reinforce++", _ADVANTAGES, _FELT, idle=_unless("advantage_estimator", "reinforce++")
+            "the discount of reinforce++",
+            _ADVANTAGES,
+            _FELT,
+            idle=first_of(_without_advantages, _unless("advantage_estimator", "reinforce++")),
         ),
         "eps_clip_low": ours("clip range below 1", idle=_CLIPPING),
         "eps_clip_high": ours("clip range above 1", idle=_CLIPPING),
@@ -173,7 +243,7 @@ ALGORITHM: dict[str, Entry] = under(
         ),
         "use_tis": skyrls("the old name of off_policy_correction.tis_ratio_type=token", _VALIDATE),
         f"{_CORRECTION}.tis_ratio_type": ours("weights of tokens or sequences against the sampler's policy"),
-        f"{_CORRECTION}.token_tis_ratio_clip_high": ours("cap of a token's weight", idle=_TOKEN_WEIGHTS),
+        f"{_CORRECTION}.token_tis_ratio_clip_high": ours("cap of a token's weight", idle=_token_weights),
         f"{_CORRECTION}.sequence_tis_ratio_clip_high": ours("cap of a sequence's weight", idle=_SEQUENCE_WEIGHTS),
         f"{_CORRECTION}.sequence_mask_metric": ours("sequences far from the sampler's policy leave the policy term"),
         f"{_CORRECTION}.geo_mask_high": ours("bound of sequence_mask_metric=geometric", idle=_GEOMETRIC),
@@ -185,7 +255,7 @@ ALGORITHM: dict[str, Entry] = under(
         f"{_CORRECTION}.token_mask_is_threshold_low": ours("a token with a lower ratio is masked"),
         f"{_CORRECTION}.token_mask_is_threshold_high": ours("a token with a higher ratio is masked"),
         "enable_sample_support_replay": Refused("the sampler's support is not replayed", "write false"),
-        "value_clip": _NO_CRITIC,
+        "value_clip": _OF_A_CRITIC,
         "dynamic_sampling.type": skyrls(
             "prompts sampled again until groups differ", f"{_TRAINER}.train", limit=one_of(None, "filter", "replace")
         ),
@@ -193,7 +263,9 @@ ALGORITHM: dict[str, Entry] = under(
             "batches sampled at most", f"{_TRAINER}.handle_dynamic_sampling", idle=_resampling
         ),
         "dynamic_sampling.min_replace_ratio": skyrls(
-            "share of good groups that replacing needs", f"{_TRAINER}.handle_dynamic_sampling", idle=_resampling
+            "share of good groups that replacing needs",
+            f"{_TRAINER}.handle_dynamic_sampling",
+            idle=first_of(_resampling, _unless("dynamic_sampling.type", "replace")),
         ),
         **{f"sapo.{name}": _parameter("sapo") for name in ("tau_pos", "tau_neg")},
         **{f"clip_cov.{name}": _parameter("clip_cov") for name in ("clip_ratio", "clip_cov_lb", "clip_cov_ub")},
@@ -207,7 +279,9 @@ ALGORITHM: dict[str, Entry] = under(
             "the constant of loss_reduction=seq_mean_token_sum_norm",
             f"{_TRAINER}._normalize_advantages",
             _FELT,
-            idle=_unless("loss_reduction", "seq_mean_token_sum_norm"),
+            idle=first_of(_without_advantages, _unless("loss_reduction", "seq_mean_token_sum_norm")),
         ),
     },
 )
+
+ALGORITHM = {name: _unless_own(entry) for name, entry in _ENTRIES.items()}

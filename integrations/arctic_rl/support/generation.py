@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from .entries import Entry, NoEffect, Refused, one_of, ours, refusal, skyrls, under, without_evaluation
+from .entries import Entry, NoEffect, Refused, first_of, one_of, ours, refusal, skyrls, under, without_evaluation
 
 _GENERATOR = "skyrl.train.generators.skyrl_gym_generator:SkyRLGymGenerator"
 _LOOP = f"{_GENERATOR}.agent_loop"
@@ -117,6 +117,14 @@ def _step_wise(setting: str, value: Any, cfg: Any) -> Iterable[str]:
         yield refusal(setting, value, why, "leave out generator.chat_template.name_or_path")
 
 
+def _batched(cfg: Any) -> str | None:
+    return "SkyRL reads it in per-trajectory generation only" if cfg.generator.batched else None
+
+
+def _one_text(cfg: Any) -> str | None:
+    return None if cfg.generator.use_conversation_multi_turn else "generator.use_conversation_multi_turn=false"
+
+
 def _not_step_wise(cfg: Any) -> str | None:
     return None if cfg.generator.step_wise_trajectories else "generator.step_wise_trajectories=false"
 
@@ -159,8 +167,10 @@ GENERATION: dict[str, Entry] = {
     **under(
         "generator",
         {
-            "use_conversation_multi_turn": skyrls("turns are messages, or one text", _LOOP),
-            "append_eos_token_after_stop_str_in_multi_turn": skyrls("an end token after a stop string", _LOOP),
+            "use_conversation_multi_turn": skyrls("turns are messages, or one text", _LOOP, idle=_batched),
+            "append_eos_token_after_stop_str_in_multi_turn": skyrls(
+                "an end token after a stop string", _LOOP, idle=first_of(_batched, _one_text)
+            ),
         },
     ),
     **_sampling("generator.eval_sampling_params", without_evaluation),

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from .entries import Entry, NoEffect, PartOf, ours, under, without_reference
 
 _NO_CRITIC = PartOf("trainer.critic.model.path", "no critic")
 _CHUNKS = NoEffect("log-probs are taken in chunks of the server's own size")
 _MEGATRON_HEAD = NoEffect("how Megatron's LM head is computed, not what")
 _SHARED = NoEffect("processes on CPUs share what they run on")
+
+
+def _without_checkpointing(cfg: Any) -> str | None:
+    return None if cfg.trainer.gradient_checkpointing else "trainer.gradient_checkpointing=false"
+
+
+def _budget_of_tokens(cfg: Any) -> str | None:
+    budget = cfg.trainer.max_tokens_per_microbatch
+    return f"trainer.max_tokens_per_microbatch={budget} rules it" if budget > 0 else None
+
 
 PLACEMENT: dict[str, Entry] = under(
     "trainer",
@@ -29,12 +41,16 @@ PLACEMENT: dict[str, Entry] = under(
         "sequence_parallel_backend": NoEffect("every rank is data-parallel here"),
         "use_expandable_segments": NoEffect("it sets CUDA's allocator"),
         "gradient_checkpointing": ours("activations are computed again in the backward pass"),
-        "gradient_checkpointing_use_reentrant": ours("which of PyTorch's two implementations"),
+        "gradient_checkpointing_use_reentrant": ours(
+            "which of PyTorch's two implementations", idle=_without_checkpointing
+        ),
         "bf16": ours("bfloat16 with float32 master weights; false = float32"),
         "micro_train_batch_size_per_gpu": ours(
-            "rows of a micro-batch, as a budget of tokens: that many of the longest row"
+            "rows of a micro-batch, as a budget of tokens: that many of the longest row", idle=_budget_of_tokens
         ),
-        "micro_forward_batch_size_per_gpu": ours("as micro_train_batch_size_per_gpu, for log-probs"),
+        "micro_forward_batch_size_per_gpu": ours(
+            "as micro_train_batch_size_per_gpu, for log-probs", idle=_budget_of_tokens
+        ),
         "max_tokens_per_microbatch": ours("tokens of a micro-batch, in place of both row counts"),
         "remove_microbatch_padding": NoEffect("rows are always packed, and nothing depends on it"),
         "flash_attn": NoEffect("on CPUs attention runs segment by segment"),
