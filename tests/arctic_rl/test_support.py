@@ -1,6 +1,7 @@
 """The support table: complete, backed by evidence, and true of what the backend is told."""
 
 import ast
+import asyncio
 import copy
 import dataclasses
 import importlib
@@ -17,6 +18,8 @@ from skyrl.train.config.config import (
     SkyRLTrainConfig,
     _resolve_class_type,
 )
+from skyrl.train.generators.skyrl_gym_generator import SkyRLGymGenerator
+from skyrl_gym.envs.registration import EnvSpec, registry
 
 from integrations.arctic_rl.backends.loop_thread import LoopThread
 from integrations.arctic_rl.skyrl_config import parse_config
@@ -91,7 +94,39 @@ class TestEvidence:
             function = getattr(function, name)
         source = inspect.getsource(function)
         attributes = {node.attr for node in ast.walk(ast.parse(textwrap.dedent(source))) if is_read(node)}
-        assert attributes & set(setting.split(".")[1:]), "neither the setting nor a section around it"
+        assert setting.rpartition(".")[2] in attributes, "a section around the setting is not enough"
+
+
+@pytest.mark.parametrize("name", ["model", "base_url"])
+def test_an_environment_gets_the_section_of_its_id(name):
+    """SkyRL's loop makes the environment before it asks for anything else of the generator."""
+
+    class Made(Exception):
+        pass
+
+    class Judge:
+        def __init__(self, env_config, extras):
+            raise Made(vars(env_config)[name])
+
+    async def finish_session(session_id):
+        pass
+
+    cfg = parse_config([*BASE, f"environment.skyrl_gym.llm_as_a_judge.{name}=mine"])
+    generator = object.__new__(SkyRLGymGenerator)
+    generator.__dict__ |= {
+        "max_turns": 1,
+        "skyrl_gym_cfg": cfg.environment.skyrl_gym,
+        "generator_cfg": cfg.generator,
+        "use_conversation_multi_turn": True,
+        "custom_chat_template": None,
+        "inference_engine_client": types.SimpleNamespace(finish_session=finish_session),
+    }
+    registry["llm_as_a_judge"] = EnvSpec(id="llm_as_a_judge", entry_point=Judge)
+    try:
+        with pytest.raises(Made, match=r"^mine$"):
+            asyncio.run(generator.agent_loop([], "llm_as_a_judge", {}, 8, 8))
+    finally:
+        del registry["llm_as_a_judge"]
 
 
 def is_read(node):

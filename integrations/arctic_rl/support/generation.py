@@ -158,7 +158,9 @@ GENERATION: dict[str, Entry] = {
                 idle=_no_template,
             ),
             "chat_template.name_or_path": skyrls(
-                "a chat template of your own", f"{_GENERATOR}.__init__", limit=_chat_template
+                "a chat template of your own",
+                "skyrl.train.generators.utils:get_custom_chat_template",
+                limit=_chat_template,
             ),
             "chat_template_kwargs": skyrls("arguments of the chat template", _LOOP, limit=_per_trajectory_only),
         },
@@ -212,7 +214,7 @@ GENERATION: dict[str, Entry] = {
 
 _SQL = "skyrl_gym.envs.sql.env:SQLEnv.__init__"
 _SEARCH = "skyrl_gym.envs.search.env:SearchEnv.__init__"
-_OWN = "skyrl.train.entrypoints.main_base:BasePPOExp.get_generator"
+_OWN = "tests/arctic_rl/test_support.py::test_an_environment_gets_the_section_of_its_id"
 
 ENVIRONMENT: dict[str, Entry] = under(
     "environment",
@@ -222,8 +224,8 @@ ENVIRONMENT: dict[str, Entry] = under(
             "environment calls run in processes; write trainer.arctic_rl.scoring_workers"
         ),
         "skyrl_gym.text2sql.db_path": skyrls("folder of databases", _SQL),
-        "skyrl_gym.llm_as_a_judge.model": skyrls("handed to an environment of that id", _OWN),
-        "skyrl_gym.llm_as_a_judge.base_url": skyrls("handed to an environment of that id", _OWN),
+        "skyrl_gym.llm_as_a_judge.model": ours("handed to an environment of that id", _OWN),
+        "skyrl_gym.llm_as_a_judge.base_url": ours("handed to an environment of that id", _OWN),
         "skyrl_gym.search.log_requests": skyrls("the search environment logs requests", _SEARCH),
         "skyrl_gym.search.search_url": skyrls("the search server", _SEARCH),
         "skyrl_gym.search.topk": skyrls("documents of a search", _SEARCH),
