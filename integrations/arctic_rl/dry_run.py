@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from .described_placement import described_plan
-from .horizon import horizon
-from .inspection import Findings
+from .horizon import horizon, horizon_problems
+from .inspection import Findings, setting_of
 from .prompt_dataset import check_data_files, make_prompt_dataset
 from .server_config import server_config
 from .support.entries import shown
@@ -19,12 +19,13 @@ _PER_RUN = ("run_id", "env_vars", "log_file", "scratch_directory")
 """Fields of the server's config that a run fills in; environment variables may hold keys, and are never printed."""
 
 
-def report(cfg: Any, findings: Findings) -> str:
+def report(cfg: Any, findings: Findings, prompts: int | str | None = None) -> str:
     """The dry run of a recipe as text.
 
     Args:
         cfg: the config that ``inspect_config`` was given.
         findings: what it found.
+        prompts: what ``count_prompts`` returned; None = count them here.
     """
     cfg = without_mistyped(cfg)
     verdict = "this recipe is refused" if findings.refused else "nothing in this recipe is refused"
@@ -35,9 +36,18 @@ def report(cfg: Any, findings: Findings) -> str:
         _section("Without effect here", _bullets(findings.ignored)),
         _section("Server", _server(cfg)),
         _section("Placement on the cluster that the recipe describes", _placement(cfg)),
-        _section("Schedule", _schedule(cfg)),
+        _section("Schedule", _schedule(cfg, count_prompts(cfg) if prompts is None else prompts)),
     ]
     return "\n\n".join(part for part in parts if part)
+
+
+def with_horizon(cfg: Any, findings: Findings, prompts: int | str) -> Findings:
+    """The findings, and what the size of the data set adds to them where that is known."""
+    if isinstance(prompts, str):
+        return findings
+    named = {setting_of(line) for line in findings.refused}
+    added = [line for line in horizon_problems(without_mistyped(cfg), prompts) if setting_of(line) not in named]
+    return dataclasses.replace(findings, refused=[*findings.refused, *added])
 
 
 def exit_status(findings: Findings) -> int:
@@ -95,12 +105,11 @@ def _placement(cfg: Any) -> list[str]:
     ]
 
 
-def _schedule(cfg: Any) -> list[str]:
+def _schedule(cfg: Any, counted: int | str) -> list[str]:
     try:
         run = horizon(cfg)
     except (TypeError, ZeroDivisionError) as error:
         return [f"cannot be told: {error}"]
-    counted = _prompts(cfg)
     if isinstance(counted, int):
         steps = run.optimizer_steps(counted)
         return [f"horizon: {steps} optimizer steps = {run.formula()}, prompts = {counted}"]
@@ -110,8 +119,9 @@ def _schedule(cfg: Any) -> list[str]:
     ]
 
 
-def _prompts(cfg: Any) -> int | str:
+def count_prompts(cfg: Any) -> int | str:
     """The prompts that are trained on, or why they cannot be counted here."""
+    cfg = without_mistyped(cfg)
     try:
         check_data_files(cfg.data.train_data)
     except ValueError:

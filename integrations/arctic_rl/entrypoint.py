@@ -66,7 +66,7 @@ def check_config(cfg: Any, unknown: Sequence[str] = ()) -> None:
     """
     from loguru import logger
 
-    from .dry_run import exit_status, report
+    from .dry_run import count_prompts, exit_status, report, with_horizon
     from .inspection import inspect_config, setting_of
 
     findings = inspect_config(cfg)
@@ -74,7 +74,9 @@ def check_config(cfg: Any, unknown: Sequence[str] = ()) -> None:
     left = [line for line in unknown if setting_of(line) not in named]
     findings = dataclasses.replace(findings, refused=[*left, *findings.refused])
     if cfg.trainer.arctic_rl.dry_run:
-        print(report(cfg, findings))
+        prompts = count_prompts(cfg)
+        findings = with_horizon(cfg, findings, prompts)
+        print(report(cfg, findings, prompts))
         sys.exit(exit_status(findings))
     problems = [*findings.refused, *findings.missing]
     if problems:

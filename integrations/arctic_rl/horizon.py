@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
+
+from .errors import UnsupportedError
 
 
 @dataclass(frozen=True)
@@ -42,3 +46,32 @@ def horizon(cfg: Any) -> Horizon:
         epochs=trainer.epochs,
         max_batches=trainer.max_training_steps,
     )
+
+
+def horizon_problems(cfg: Any, prompts: int) -> Iterator[str]:
+    """What a data set of ``prompts`` prompts that are not too long makes impossible, a line each.
+
+    Args:
+        cfg: a ``SkyRLTrainConfig`` with ``trainer.arctic_rl``, whose values are of their types.
+        prompts: see ``Horizon.optimizer_steps``.
+    """
+    from .server.schedule import warmup_steps
+    from .server_config import optimizer_spec
+
+    trainer = cfg.trainer
+    if min(trainer.train_batch_size, trainer.policy_mini_batch_size) < 1:
+        return
+    if prompts < trainer.train_batch_size:
+        yield (
+            f"trainer.train_batch_size={trainer.train_batch_size}: data.train_data holds {prompts} prompts of at most "
+            f"trainer.max_prompt_length={trainer.max_prompt_length} tokens, less than one batch; write at most that, "
+            "or name more data"
+        )
+        return
+    ratio, betas = trainer.arctic_rl.lr_warmup_ratio, trainer.policy.optimizer_config.adam_betas
+    if ratio is None or not math.isfinite(ratio) or len(betas) != 2:
+        return
+    try:
+        warmup_steps(optimizer_spec(cfg), horizon(cfg).optimizer_steps(prompts))
+    except UnsupportedError as error:
+        yield str(error)
