@@ -22,6 +22,7 @@ from skyrl.backends.skyrl_train.utils.ppo_utils import (
 from skyrl.backends.skyrl_train.utils.torch_utils import masked_mean
 from skyrl.train.dataset.preprocess import convert_prompts_responses_to_batch_tensors
 from skyrl.train.trainer import RayPPOTrainer
+from skyrl.train.utils.utils import validate_batch_sizes
 
 from integrations.arctic_rl.backends.loop_thread import LoopThread
 from integrations.arctic_rl.compose import apply_mixin
@@ -204,7 +205,8 @@ class PlainRun:
             mean = advantages.mean()
             advantages = (advantages - mean) / (advantages - mean)[kept].square().mean().clamp(min=1e-8).sqrt()
         batch["advantages"] = advantages
-        size = MINI_BATCH * SAMPLES
+        samples = self._cfg.generator.n_samples_per_prompt
+        size = trainer.policy_mini_batch_size * samples
         parts = [batch[start : start + size] for start in range(0, len(batch), size)]
         for part in parts:
             part["advantages"] = apply_loss_reduction_to_advantages_minibatch(
@@ -213,7 +215,7 @@ class PlainRun:
                 algorithm.loss_reduction,
                 trainer.micro_train_batch_size_per_gpu,
                 algorithm.max_seq_len,
-                [(start, start + SAMPLES) for start in range(0, size, SAMPLES)],
+                [(start, start + samples) for start in range(0, size, samples)],
             )
         for _ in range(trainer.update_epochs_per_batch):
             self.updates += [self.trainer.update(part, algorithm) for part in parts]
@@ -531,3 +533,41 @@ def test_dynamic_sampling_trains_on_groups_that_differ(loop, tmp_path):
                 collected += [(output, row) for row in rows]
     tokens = sum(sum(output["loss_masks"][row]) for output, row in collected[: 3 * SAMPLES])
     assert sum(line["num_tokens"] for line in step_lines(tmp_path)) == tokens
+
+
+LAYOUTS = {
+    "tensor parallel": (
+        "trainer.strategy=megatron",
+        "trainer.policy.megatron_config.tensor_model_parallel_size=4",
+        "trainer.placement.policy_num_gpus_per_node=8",
+        "generator.inference_engine.tensor_parallel_size=8",
+        "trainer.train_batch_size=4",
+        "trainer.policy_mini_batch_size=4",
+        "generator.n_samples_per_prompt=5",
+    ),
+    "sequence parallel": (
+        "trainer.policy.sequence_parallel_size=2",
+        "trainer.placement.policy_num_gpus_per_node=2",
+        "generator.inference_engine.tensor_parallel_size=2",
+        "trainer.train_batch_size=3",
+        "trainer.policy_mini_batch_size=3",
+        "generator.n_samples_per_prompt=5",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_model_parallel_sizes_leave_every_prompt_of_a_batch(name, loop, tmp_path):
+    """SkyRL accepts these batch sizes, which its data-parallel size divides and the number of GPUs does not."""
+    cfg = config(tmp_path, "trainer.micro_train_batch_size_per_gpu=1", *LAYOUTS[name])
+    validate_batch_sizes(cfg)
+    size = cfg.trainer.train_batch_size
+    ours = train(cfg, loop, ranks=cfg.trainer.placement.policy_num_gpus_per_node, count=2 * size)
+    assert ours.backend.names().count("step") == len(ours.logs) == 2
+    plain = PlainRun(cfg)
+    for output, uids in ours.given:
+        assert len(set(uids)) == size
+        plain.batch(output, uids)
+    assert distance(change(ours.policy), change(plain.trainer.model)) <= 1e-3
+    for _, meta, _ in ours.backend.arguments("fwd_bwd"):
+        assert meta["global_batch_size"] == size * 5

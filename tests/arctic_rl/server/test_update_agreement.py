@@ -468,9 +468,8 @@ class TestLosses:
         assert all(step["metrics"]["pg_clipfrac"] > 0.05 for step in again)
 
 
-def test_micro_batches_of_one_and_two_ranks_differ(outcome):
-    one, two = (outcome.references[OWN_MICRO_BATCHES[world].scenario] for world in WORLD_SIZES)
-    assert distance(one[2].gradient, two[2].gradient) > 1e-2, "the seeds differ"
+def test_micro_batches_are_felt(outcome):
+    one = outcome.references[OWN_MICRO_BATCHES[1].scenario]
     (whole,) = outcome.reference(Scenario(("kl_cov",), WITHOUT_MOMENTUM))
     assert distance(one[0].gradient, whole.gradient) > 1e-3
 
