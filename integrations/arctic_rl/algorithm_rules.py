@@ -118,6 +118,7 @@ _RANGES: dict[str, _Range] = {
 
 _CHOICES = {
     "cispo.cispo_anchor": (_with_loss("cispo"), ("old", "rollout")),
+    "kl_estimator_type": (_with_flag("use_kl_loss"), ("k1", "k2", "k3", "abs")),
     "dppo.dppo_type": (_with_loss("dppo"), ("binary_tv", "binary_kl")),
 }
 
