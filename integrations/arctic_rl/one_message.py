@@ -1,4 +1,4 @@
-"""Turns within one assistant message (``generator.use_conversation_multi_turn=false``): the end token of the last turn.
+"""Turns within one assistant message (``generator.use_conversation_multi_turn=false``): the last turn's end token.
 
 SkyRL takes the end token off every turn, and where the last turn did not run out of tokens, writes one at the end with
 the log-prob 0 and a loss mask of 1, whether the model sampled it or not.

@@ -23,6 +23,11 @@ from .places import ModelRows, PaddedRows
 
 __all__ = ["MicroBatch", "RowBatch", "RowPlan", "join_rows", "with_counts"]
 
+_IMMUTABLE = (str, bytes, bool, int, float, type(None))
+_TENSORS = frozenset(
+    {"input_ids", "attention_mask", "position_ids", "prompts", "responses", "response_mask", "loss_mask", "advantages"}
+    | {"old_log_probs", "ref_log_prob", "rollout_is_weights", "rollout_logprobs", "micro_batch_ids"}
+)
 _KEPT_AS_GIVEN = ("prompts", "responses")
 _COUNTS = ("batch_num_tokens", "global_batch_size")
 
@@ -80,8 +85,8 @@ class RowBatch:
             ValueError: a tensor is missing, or contradicts the others.
             UnsupportedError: tokens of prompts get no log-prob, and the effective mask holds some.
         """
-        self._batch = {name: _as_tensor(value) for name, value in batch.items()}
-        self._meta = {name: _as_tensor(value) for name, value in meta.items()}
+        self._batch = {name: _as_tensor(name, value) for name, value in batch.items()}
+        self._meta = {name: _as_tensor(name, value) for name, value in meta.items()}
         if self._batch.get("input_ids") is None:
             raise ValueError("the batch has no 'input_ids'")
         borders = self._batch.pop("cu_seqlens", None)
@@ -207,7 +212,7 @@ class RowBatch:
         """Shared entries are copied, so that no processor can change the caller's; rows are when they are taken."""
         if isinstance(value, torch.Tensor):
             return value if value.ndim and len(value) == self.num_rows else value.clone()
-        return copy.deepcopy(value) if isinstance(value, dict | list) else value
+        return value if isinstance(value, _IMMUTABLE) else copy.deepcopy(value)
 
     def _of_rows(self, name: str, value: Any, index: torch.Tensor, device: Any) -> Any:
         """The entry's part that belongs to some rows; response tensors become as wide as the rows."""
@@ -272,15 +277,19 @@ class RowBatch:
         return mask
 
 
-def with_counts(rows: RowBatch, meta: Mapping[str, Any], everywhere: Sequence[tuple[float, int]]) -> dict[str, Any]:
+def with_counts(
+    rows: RowBatch, meta: Mapping[str, Any], everywhere: Sequence[tuple[float, int]], widths: Sequence[int]
+) -> dict[str, Any]:
     """The denominators of the mini-batch over all ranks: given all together, or counted here.
 
     Args:
         everywhere: :meth:`RowBatch.token_counts` of every rank.
+        widths: response width R of every rank's rows.
 
     Returns:
-        ``batch_num_tokens``, ``global_batch_size``, ``dp_size`` and ``response_len``; a count is missing where it was
-        not given and ``dp_size`` says that there are ranks which take no part in this call.
+        ``batch_num_tokens``, ``global_batch_size``, ``dp_size``, ``response_len``, the largest width, and
+        ``own_response_len``, this rank's; a count is missing where it was not given and ``dp_size`` says that there
+        are ranks which take no part in this call.
 
     Raises:
         ValueError: counts came without ``dp_size`` or the reverse, or contradict the ranks there are.
@@ -307,7 +316,7 @@ def with_counts(rows: RowBatch, meta: Mapping[str, Any], everywhere: Sequence[tu
     }
     if given and given["dp_size"] != ranks:
         counted = {}
-    return counted | given | {"response_len": rows.response_len}
+    return counted | given | {"response_len": max(widths), "own_response_len": rows.response_len}
 
 
 def _stand_in(device: Any, pack: bool) -> PackedRows | PaddedRows:
@@ -320,9 +329,15 @@ def _positions(mask: torch.Tensor) -> torch.Tensor:
     return (mask.long().cumsum(dim=1) - 1).clamp(min=0)
 
 
-def _as_tensor(value: Any) -> Any:
-    if isinstance(value, np.ndarray) and value.dtype != object:
-        return torch.as_tensor(value)
+def _as_tensor(name: str, value: Any) -> Any:
+    """Numbers as a tensor, an array of anything else as a list."""
+    if isinstance(value, np.ndarray):
+        return torch.as_tensor(np.ascontiguousarray(value)) if value.dtype.kind in "biufc" else value.tolist()
+    if isinstance(value, list | tuple) and name in _TENSORS:
+        try:
+            return torch.as_tensor(value)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{name} is a list that is no tensor: {error}") from error
     return value
 
 

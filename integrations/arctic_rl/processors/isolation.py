@@ -30,6 +30,7 @@ _CHECKED: weakref.WeakKeyDictionary[nn.Module, set] = weakref.WeakKeyDictionary(
 
 _LENGTHS = (5, 7, 6)
 _CHANGED = 1
+"""The longest, and odd, so that swapping two tokens changes how many there are of each."""
 
 _EXPERTS = re.compile(r"expert|moe|router", re.IGNORECASE)
 
@@ -59,7 +60,8 @@ def check_model(call: ModelCall, device: torch.device, *, packed: bool) -> None:
 
     The first call for a module and an attention runs three tiny forward passes (one if rows are not packed), without
     gradient and dropout; random states and train or eval mode stay as they were. Every rank calls this at the same
-    point, as a forward pass may hold collective calls. What is not an ``nn.Module`` is not looked into.
+    point, as a forward pass may hold collective calls. What is not an ``nn.Module``, or is no
+    language model of transformers' kind and cannot run the tiny rows, is not looked into.
 
     Raises:
         UnsupportedError: with what to write instead.
@@ -86,8 +88,11 @@ def check_model(call: ModelCall, device: torch.device, *, packed: bool) -> None:
         first = pack_rows(ids, mask) if packed else _alone(ids, mask)
         try:
             plain, outputs = _head_is_last(probe, first)
-        except (AttributeError, TypeError) as error:
-            if not packed:
+        except Exception as error:
+            if not hasattr(module, "get_output_embeddings"):
+                done |= wanted
+                return
+            if not packed or not isinstance(error, AttributeError | TypeError):
                 raise
             raise UnsupportedError(
                 f"{type(module).__name__} cannot run packed rows, which come without an attention mask "
@@ -131,7 +136,8 @@ def _check_isolation(
 ) -> None:
     module = probe.module
     changed = ids.clone()
-    changed[_CHANGED] = ids[_CHANGED].flip(0) if not torch.equal(ids[_CHANGED], ids[_CHANGED].flip(0)) else 1
+    # Other tokens, not the same in another order, which a sum over them would not show.
+    changed[_CHANGED] = (ids[_CHANGED] + 1) % _num_tokens(module, probe.head)
     after = run_model(probe, pack_rows(changed, mask))["logits"]
     others = [row for row in range(len(ids)) if row != _CHANGED]
     one, other = before[others], after[others]
@@ -162,9 +168,9 @@ def _head_is_last(probe: ModelCall, rows: ModelRows) -> tuple[bool, ModelOutputs
     finally:
         handle.remove()
     logits = outputs["logits"]
-    if len(seen) != 1 or seen[0].shape[-1] != logits.shape[-1]:
+    if not seen or seen[-1].shape[-1] != logits.shape[-1]:
         return False, outputs
-    at_head = rows.unpack(seen[0][0]) if isinstance(rows, PackedRows) else seen[0]
+    at_head = rows.unpack(seen[-1][0]) if isinstance(rows, PackedRows) else seen[-1]
     return _same(at_head.double(), logits.double()), outputs
 
 

@@ -99,14 +99,15 @@ def merge(ranks: list[dict[str, tuple[str, float, float]]]) -> dict[str, float]:
     return result
 
 
+_KINDS = {"LossShare": "loss share", "Maximum": "maximum", "Minimum": "minimum"}
 _EXTREMES = {"maximum": torch.maximum, "minimum": torch.minimum}
 
 
 def _kind(name: str, metric: Any, num_tokens: float) -> tuple[str, torch.Tensor, torch.Tensor]:
-    if isinstance(metric, Maximum | Minimum):
-        return type(metric).__name__.lower(), _scalar(name, metric.value), _scalar(name, 1.0)
-    if isinstance(metric, LossShare):
-        return "loss share", _scalar(name, metric.value), _scalar(name, 1.0)
+    # By name: a loss may have taken the class from this file under its other package name.
+    kind = _KINDS.get(type(metric).__name__)
+    if kind is not None:
+        return kind, _scalar(name, metric.value), _scalar(name, 1.0)
     if isinstance(metric, tuple):
         if len(metric) != 2:
             raise ValueError(f"metric {name!r} is a tuple of {len(metric)}; a pair is (sum, weight)")

@@ -13,15 +13,20 @@ A loss in ten lines, as a user registers it::
 """
 
 import copy
+import difflib
 import inspect
-from collections.abc import Mapping
+import itertools
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
 import torch
 
 from ..errors import UnsupportedError
 from .batching import MicroBatch, RowBatch, RowPlan, join_rows, with_counts
-from .distributed import gather
+from .distributed import gather, world_size
 from .isolation import check_model, check_row_lengths
 from .metrics import MetricTable, merge
 from .model import ModelCall, run_model
@@ -39,7 +44,20 @@ from .registry import (
 
 __all__ = ["register_loss_fn", "register_post_processor", "run_counted", "run_pipeline"]
 
+_calls = itertools.count()
 _PROCESSING_KEYS = ("post", "loss_fn", "config")
+_RESPONSES_ONLY = "response_logprobs_only"
+_META_KEYS = (
+    "temperature",
+    "batch_num_tokens",
+    "global_batch_size",
+    "dp_size",
+    "calculate_entropy",
+    "actor_config",
+    "policy_loss_config",
+    "zorro_train_enable",
+    _RESPONSES_ONLY,
+)
 _NEVER_RETURNED = ("logits", "hidden_states", "lm_head")
 
 
@@ -64,7 +82,8 @@ def run_pipeline(
 
     Args:
         engine: called as ``engine(*args, **inputs)``; has ``module``, ``train()``, ``eval()`` and, for backward=True,
-            ``backward(loss)``, which gets ``scale_wrt_gas=False`` if it takes that: the loss is normalised already.
+            ``backward(loss)``, which gets ``scale_wrt_gas=False`` if it takes that, by name or as any keyword: the
+            loss is normalised already.
         args: positional arguments of the engine.
         batch: ``input_ids``, ``attention_mask`` [B, S], no holes in a row; usually ``prompts`` [B, P], and response
             tensors [B, S] or, left-aligned, [B, R]. ``loss_mask``, else ``response_mask``, is the effective mask. Or
@@ -81,14 +100,16 @@ def run_pipeline(
             and the loss is returned instead.
         pack: lay rows end to end in micro-batches of at most ``max_tokens_per_mb`` tokens; False = one padded
             micro-batch.
-        max_tokens_per_mb: token budget of a packed micro-batch.
+        max_tokens_per_mb: token budget of a packed micro-batch; what came packed, or with ``micro_batch_ids``, stays
+            together whatever it holds.
         return_tensors: leave tensors in ``batch`` of the result; False = NumPy arrays, or lists.
 
     Returns:
         ``batch``, what the post-processors returned, [B, S] in the order given and exactly 0 outside the attention
-        mask, if any ran or there is no loss; with shared prompts, and with ``response_logprobs_only``, log-probs and
-        entropy are 0 at the columns of ``prompts`` as well. ``metrics``, Python numbers; with a loss ``avg_loss``,
-        that of the whole mini-batch over all ranks; with "loss_only" also ``loss_tensor``, this rank's.
+        mask, if any ran or there is no loss, empty on a rank without rows; with shared prompts, and with
+        ``response_logprobs_only``, log-probs and entropy are 0 at the columns of ``prompts`` as well. ``metrics``,
+        Python numbers; with a loss ``avg_loss``, that of the whole mini-batch over all ranks; with "loss_only" also
+        ``loss_tensor``, this rank's.
 
     Raises:
         ValueError: the batch or meta lacks something, or contradicts itself.
@@ -123,66 +144,106 @@ def run_counted(
     return_tensors: bool,
 ) -> tuple[dict[str, Any], int]:
     """:func:`run_pipeline`'s result, and how many micro-batches this rank's rows took."""
-    _check_request(processing, backward)
     device = torch.device(device)
-    posts = [(name, get_post_processor(name)) for name in processing.get("post") or ()]
-    loss_name = processing.get("loss_fn")
-    loss_fn = None if loss_name is None else get_loss_fn(loss_name)
-    config = copy.deepcopy(dict(processing.get("config") or {}))
-    share = shares_prompts(engine, meta, pack=pack, training=backward is not False)
-    rows, plan, ranks = _planned(getattr(engine, "module", engine), batch, meta, pack, share, max_tokens_per_mb)
-    counts = {} if loss_fn is None else with_counts(rows, meta, [counts for _, counts in ranks])
-    call = _model_call(engine, args, meta, config, posts, loss_fn is not None, len(ranks))
+    number = next(_calls)
+
+    def prepare() -> tuple[_Request, Sharing | None, RowBatch, list[RowPlan]]:
+        request = _request(engine, args, meta, processing, backward)
+        share = shares_prompts(engine, meta, pack=pack, training=backward is not False)
+        responses_only = _flag(meta, _RESPONSES_ONLY)
+        rows = RowBatch(batch, meta, pack=pack, share=share is not None, responses_only=responses_only)
+        if share is not None:
+            share.check_lengths(rows.lengths)
+        check_row_lengths(request.call.module, rows.lengths)
+        return request, share, rows, rows.plan(max_tokens_per_mb)
+
+    (request, share, rows, plan), ranks = _announced(prepare, number)
+    call, posts, loss_fn, config = request.call, request.posts, request.loss_fn, request.config
+    counts = {}
+    if loss_fn is not None:
+        counts = with_counts(rows, meta, [rank.token_counts for rank in ranks], [rank.width for rank in ranks])
     counts |= {"calculate_entropy": call.entropy}
 
     if share is not None:
         check_first_use(call, meta, device)
     check_model(call, device, packed=pack or rows.packed_input is not None)
-    run = _Run(call, posts, loss_fn, config, device, backward)
+    run = _Run(call, posts, loss_fn, config, device, backward, number)
     with profiled(), torch.set_grad_enabled(backward is not False):
         (engine.eval if backward is False else engine.train)()
-        micro_batches = max(number for number, _ in ranks)
-        for number in range(micro_batches):
-            micro = rows.micro_batch(plan[number], counts, device) if number < len(plan) else rows.stand_in(device)
-            run.step(micro, last=number == micro_batches - 1)
+        micro_batches = max(rank.micro_batches for rank in ranks)
+        for index in range(micro_batches):
+            micro = rows.micro_batch(plan[index], counts, device) if index < len(plan) else rows.stand_in(device)
+            run.step(micro, last=index == micro_batches - 1)
     return run.result(rows, return_tensors), len(plan)
 
 
-def _planned(
-    module: Any,
-    batch: Mapping[str, Any],
-    meta: Mapping[str, Any],
-    pack: bool,
-    share: Sharing | None,
-    max_tokens_per_mb: int,
-) -> tuple[RowBatch, list[RowPlan], list[tuple[int, tuple[float, int]]]]:
-    """This rank's rows and their micro-batches, and every rank's number of micro-batches and token counts.
+@dataclass(frozen=True)
+class _Request:
+    """What a call asks for, looked up and checked."""
 
-    A rank that cannot plan says so to the others, which would wait for it in their next collective call.
+    call: ModelCall
+    posts: list[tuple[str, Any]]
+    loss_fn: Any
+    config: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """What every rank knows of each."""
+
+    micro_batches: int
+    token_counts: tuple[float, int]
+    width: int
+
+
+def _request(
+    engine: Any, args: tuple, meta: Mapping[str, Any], processing: Mapping[str, Any], backward: Any
+) -> _Request:
+    _check_request(processing, backward)
+    _check_meta_names(meta)
+    posts = [(name, get_post_processor(name)) for name in processing.get("post") or ()]
+    loss_name = processing.get("loss_fn")
+    loss_fn = None if loss_name is None else get_loss_fn(loss_name)
+    config = copy.deepcopy(dict(processing.get("config") or {}))
+    return _Request(_model_call(engine, args, meta, config, posts, loss_fn is not None), posts, loss_fn, config)
+
+
+def _announced(prepare: Callable[[], tuple], number: int) -> tuple[tuple, list[_Rank]]:
+    """What ``prepare`` returns, and every rank's part of it.
+
+    A rank that cannot run says so to the others, which would wait for it in their next collective call.
     """
-    failure = own = None
+    failure = own = prepared = None
     try:
-        rows = RowBatch(batch, meta, pack=pack, share=share is not None, responses_only=_responses_only(meta))
-        if share is not None:
-            share.check_lengths(rows.lengths)
-        check_row_lengths(module, rows.lengths)
-        plan = rows.plan(max_tokens_per_mb)
-        own = (len(plan), rows.token_counts())
+        prepared = prepare()
+        *_, rows, plan = prepared
+        own = _Rank(len(plan), rows.token_counts(), rows.response_len)
     except Exception as error:
         failure = error
-    ranks = gather((own, None if failure is None else str(failure)))
+    message = None if failure is None else str(failure) or type(failure).__name__
+    ranks = gather((own, message), ("the start", number))
     if failure is not None:
         raise failure
     for rank, (_, message) in enumerate(ranks):
         if message is not None:
             raise ValueError(f"rank {rank} cannot run its rows: {message}")
-    return rows, plan, [info for info, _ in ranks]
+    return prepared, [info for info, _ in ranks]
 
 
 class _Run:
     """The micro-batches of one call, one after the other."""
 
-    def __init__(self, call: ModelCall, posts: list, loss_fn: Any, config: dict, device: torch.device, backward: Any):
+    def __init__(
+        self,
+        call: ModelCall,
+        posts: list,
+        loss_fn: Any,
+        config: dict,
+        device: torch.device,
+        backward: Any,
+        number: int,
+    ):
+        self._number = number
         self._call = call
         self._posts = posts
         self._loss_fn = loss_fn
@@ -230,17 +291,19 @@ class _Run:
         result["metrics"] = self._timers.metrics()
         if self._loss_fn is not None:
             total = torch.stack([loss.double() for loss in self._losses]).sum() if self._losses else torch.zeros(())
-            ranks = gather((total.detach().item(), self._table.totals()))
+            ranks = gather((total.detach().item(), self._table.totals()), ("the results", self._number))
             result["avg_loss"] = sum(loss for loss, _ in ranks) / len(ranks)
             result["metrics"] = merge([totals for _, totals in ranks]) | result["metrics"]
             if self._backward == "loss_only":
-                result["loss_tensor"] = torch.stack(self._losses).sum()
+                result["loss_tensor"] = (
+                    torch.stack(self._losses).sum() if self._losses else torch.zeros((), requires_grad=True)
+                )
         return result
 
     def _post_process(self, micro: MicroBatch, outputs: ModelOutputs) -> None:
         for name, function in self._posts:
             new = function(outputs, dict(micro.batch), dict(micro.meta), self._device)
-            _check_new(name, new, outputs, micro)
+            new = _checked_new(name, new, outputs, micro)
             outputs.add(new)
             for key, value in new.items():
                 pieces = self._pieces.setdefault(key, [])
@@ -268,7 +331,7 @@ class _Run:
 
 
 def _check_request(processing: Mapping[str, Any], backward: Any) -> None:
-    if backward not in (True, False, "loss_only"):
+    if not isinstance(backward, bool) and not (isinstance(backward, str) and backward == "loss_only"):
         raise UnsupportedError(f"backward={backward!r} must be True, False or 'loss_only'")
     for name in processing:
         if name not in _PROCESSING_KEYS:
@@ -282,46 +345,94 @@ def _check_request(processing: Mapping[str, Any], backward: Any) -> None:
         raise UnsupportedError(f"backward={backward!r} needs processing['loss_fn']; name one, or pass backward=False")
 
 
-def _responses_only(meta: Mapping[str, Any]) -> bool:
-    wanted = meta.get("response_logprobs_only", False)
-    if not isinstance(wanted, bool):
-        raise UnsupportedError(f"meta['response_logprobs_only']={wanted!r} must be True or False")
-    return wanted
+def _check_meta_names(meta: Mapping[str, Any]) -> None:
+    """Refuse what is meant for the pipeline and misspelt; processors may read anything else."""
+    for name in meta:
+        near = [] if name in _META_KEYS else difflib.get_close_matches(str(name), _META_KEYS, n=1, cutoff=0.9)
+        if near:
+            raise UnsupportedError(f"meta[{name!r}] is unknown; did you mean {near[0]!r}?")
+
+
+def _flag(meta: Mapping[str, Any], name: str) -> bool:
+    wanted = meta.get(name)
+    if wanted is not None and not isinstance(wanted, bool):
+        raise UnsupportedError(f"meta[{name!r}]={wanted!r} must be True or False")
+    return bool(wanted)
 
 
 def _model_call(
-    engine: Any, args: tuple, meta: Mapping[str, Any], config: dict, posts: list, has_loss: bool, num_ranks: int
+    engine: Any, args: tuple, meta: Mapping[str, Any], config: dict, posts: list, has_loss: bool
 ) -> ModelCall:
-    coefficients = [
-        source["entropy_coeff"] for source in (config, meta.get("actor_config") or {}) if "entropy_coeff" in source
-    ]
-    asked = any(name in ENTROPY_POST_PROCESSORS for name, _ in posts) or any(value != 0 for value in coefficients)
+    given = {
+        source: values["entropy_coeff"]
+        for source, values in (("config", config), ("actor_config", meta.get("actor_config") or {}))
+        if "entropy_coeff" in values
+    }
+    if len(set(given.values())) > 1:
+        raise UnsupportedError(
+            f"entropy_coeff is {given['config']!r} in config and {given['actor_config']!r} in actor_config; give one"
+        )
+    coefficients = list(given.values())
+    of_entropy = [get_post_processor(name) for name in ENTROPY_POST_PROCESSORS]
+    asked = any(function in of_entropy for _, function in posts) or any(value != 0 for value in coefficients)
     return ModelCall(
         engine=engine,
         args=tuple(args),
         settings=LogitsSettings.from_meta(meta),
         temperature=temperature_of(meta) if has_loss or meta.get("temperature") is not None else None,
-        entropy=asked or bool(meta.get("calculate_entropy")),
+        entropy=_flag(meta, "calculate_entropy") or asked,
         entropy_has_grad=not coefficients or any(value != 0 for value in coefficients),
-        late_entropy=num_ranks == 1,
+        late_entropy=world_size() == 1 or not _is_partitioned(engine),
     )
 
 
-def _check_new(name: str, new: Any, outputs: ModelOutputs, micro: MicroBatch) -> None:
+def _is_partitioned(engine: Any) -> bool:
+    """Whether weights lie in parts on the ranks (ZeRO stage 3), which a pass of its own would gather."""
+    module = getattr(engine, "module", engine)
+    return isinstance(module, torch.nn.Module) and any(hasattr(weight, "ds_id") for weight in module.parameters())
+
+
+def _checked_new(name: str, new: Any, outputs: ModelOutputs, micro: MicroBatch) -> dict[str, Any]:
+    """A post-processor's entries, arrays as tensors."""
     if isinstance(new, ModelOutputs) or not isinstance(new, Mapping):
         what = "the model outputs themselves" if isinstance(new, ModelOutputs) else f"a {type(new).__name__}"
         raise UnsupportedError(f"post-processor {name!r} returned {what}; return a dict of its new entries only")
+    checked = {}
     for key, value in new.items():
         if key in _NEVER_RETURNED:
             raise UnsupportedError(
                 f"post-processor {name!r} returned {key!r}; results stay small, return what is computed from it"
             )
+        if isinstance(value, np.ndarray):
+            value = torch.as_tensor(np.ascontiguousarray(value)) if value.dtype.kind in "biufc" else value.tolist()
         if not isinstance(value, torch.Tensor | list | tuple) or len(micro.rows) != _num_entries(value):
             raise UnsupportedError(
                 f"post-processor {name!r} returned {key!r} without one entry for each of the {len(micro.rows)} rows"
             )
-        if isinstance(value, torch.Tensor) and value.ndim > 2 and "logits" in outputs and _is_logits(value, outputs):
-            raise UnsupportedError(f"post-processor {name!r} returned logits as {key!r}; results stay small")
+        if _num_elements(value) > _most_elements(outputs, micro):
+            raise UnsupportedError(
+                f"post-processor {name!r} returned {key!r}, as large as logits; results stay small, return what is "
+                "computed from them"
+            )
+        checked[key] = value
+    return checked
+
+
+def _most_elements(outputs: ModelOutputs, micro: MicroBatch) -> float:
+    """Half of what the logits of the micro-batch's rows hold, where their size is known."""
+    if "logits" in outputs:
+        vocab_size = outputs["logits"].shape[-1]
+    elif "lm_head" in outputs:
+        vocab_size = outputs["lm_head"].out_features
+    else:
+        return math.inf
+    return micro.batch["attention_mask"].numel() * vocab_size / 2
+
+
+def _num_elements(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        return value.numel()
+    return sum(_num_elements(item) for item in value) if isinstance(value, list | tuple) else 1
 
 
 def _zero_outside(value: Any, attention_mask: torch.Tensor) -> Any:
@@ -338,13 +449,10 @@ def _num_entries(value: Any) -> int:
     return -1 if isinstance(value, torch.Tensor) and value.ndim == 0 else len(value)
 
 
-def _is_logits(value: torch.Tensor, outputs: ModelOutputs) -> bool:
-    return value.shape == outputs["logits"].shape
-
-
 def _backward_kwargs(engine: Any) -> dict[str, Any]:
     parameters = inspect.signature(engine.backward).parameters
-    return {"scale_wrt_gas": False} if "scale_wrt_gas" in parameters else {}
+    forwards_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    return {"scale_wrt_gas": False} if forwards_any or "scale_wrt_gas" in parameters else {}
 
 
 def _set_boundary(engine: Any, last: bool) -> None:

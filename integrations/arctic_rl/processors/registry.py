@@ -5,6 +5,7 @@ import importlib
 import sys
 import types
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from ..errors import UnsupportedError
@@ -108,28 +109,42 @@ def _registering(table: dict[str, Callable], kind: str, names: tuple[str, ...]) 
         raise UnsupportedError(f"a {kind} is registered under one or more names, got {names!r}")
 
     def register(function: Callable) -> Callable:
+        if not _is_builtin(function):
+            _load_builtin()
         for name in names:
             taken = table.get(name)
             if taken is not None and not _same_function(taken, function):
                 raise UnsupportedError(
                     f"{kind} {name!r} is registered already, by {_where(taken)}; give {_where(function)} another name"
                 )
-        table.update(dict.fromkeys(names, function))
+        for name in names:
+            # A module imported under a second name adds nothing; one that was reloaded brings its new function.
+            if name not in table or table[name].__module__ == function.__module__:
+                table[name] = function
         return function
 
     return register
 
 
 def _same_function(one: Callable, other: Callable) -> bool:
-    """Whether two function objects come from the same lines: a module imported under two names, or reloaded."""
+    """Whether two functions are one at the top of a file: a module imported under two names, or reloaded."""
     if one is other:
         return True
-    codes = getattr(one, "__code__", None), getattr(other, "__code__", None)
-    return None not in codes and (codes[0].co_filename, codes[0].co_firstlineno, codes[0].co_qualname) == (
-        codes[1].co_filename,
-        codes[1].co_firstlineno,
-        codes[1].co_qualname,
-    )
+    names = getattr(one, "__qualname__", ""), getattr(other, "__qualname__", "")
+    if any("<" in name for name in names):
+        return False
+    codes = [getattr(function, "__code__", None) for function in (one, other)]
+    if None in codes or not Path(codes[0].co_filename).is_file():
+        return False
+    first, second = ((code.co_filename, code.co_firstlineno, code.co_qualname) for code in codes)
+    return first == second
+
+
+def _is_builtin(function: Callable) -> bool:
+    """Whether a module of this folder defines it, under whichever package name."""
+    module = sys.modules.get(function.__module__)
+    file = getattr(module, "__file__", None)
+    return file is not None and Path(file).parent == Path(__file__).parent
 
 
 def _where(function: Callable) -> str:

@@ -46,6 +46,12 @@ class RegularizerConfig:
         for name in ("loss_agg_mode", "entropy_agg_mode", "kl_loss_agg_mode"):
             check_choice(name, getattr(self, name), LOSS_AGG_MODES, optional=name != "loss_agg_mode")
         check_choice("kl_loss_type", self.kl_loss_type, KL_TYPES)
+        modes = (self.loss_agg_mode, self.entropy_agg_mode, self.kl_loss_agg_mode)
+        if self.loss_scale_factor is not None and "seq-mean-token-sum-norm" not in modes:
+            raise UnsupportedError(
+                f"loss_scale_factor={self.loss_scale_factor} has an effect with seq-mean-token-sum-norm only, not "
+                f"with loss_agg_mode={self.loss_agg_mode!r}: leave it out"
+            )
 
 
 @dataclass(frozen=True)

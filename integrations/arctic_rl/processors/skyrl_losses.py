@@ -102,7 +102,7 @@ def skyrl_policy_loss(
         batch: ``loss_mask``, ``advantages``, ``response_mask`` (how many of a row's last tokens the loss sees), and
             where there are some ``old_log_probs`` and ``rollout_logprobs``, each [b, S] with the response in the last
             R columns; ``micro_batch_ids`` [b], the micro-batch's number in the mini-batch.
-        meta: ``response_len`` R, ``dp_size``, and ``random_key``, a list of numbers of the mini-batch.
+        meta: ``own_response_len`` R, ``dp_size``, and ``random_key``, a list of numbers of the mini-batch.
         config: ``packed``, from :func:`pack_policy_loss`.
 
     Returns:
@@ -114,7 +114,7 @@ def skyrl_policy_loss(
             f"config holds {', '.join(config) or 'nothing'}: the skyrl_policy_loss takes 'packed' only"
         )
     function, algorithm = load_policy_loss(config["packed"])
-    width = meta["response_len"]
+    width = meta["own_response_len"]
     window = (required(batch, "response_mask", "skyrl_policy_loss")[:, -width:] != 0).sum(dim=1, keepdim=True)
     places = torch.arange(width, device=window.device) >= width - window
 

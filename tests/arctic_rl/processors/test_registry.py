@@ -36,7 +36,7 @@ def test_several_names_for_one_function_and_a_taken_name():
         registry.register_post_processor("name_test_c", "name_test_b")(other)
     with pytest.raises(UnsupportedError, match="unknown post-processor 'name_test_c'"):
         registry.get_post_processor("name_test_c")
-    registry.register_loss_fn("name_test_a")(other)
+    registry.register_loss_fn("loss_name_test")(other)
     with pytest.raises(UnsupportedError, match="under one or more names"):
         registry.register_loss_fn()
 
