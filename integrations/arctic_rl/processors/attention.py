@@ -1,6 +1,6 @@
 """A causal attention back end for packed rows, registered with transformers under its own name.
 
-It runs one fused causal attention per segment, so a row's result does not depend on its neighbours by a single bit,
+It runs one fused causal attention per segment, so its result for a row does not depend on neighbours by a single bit,
 and no [T, T] mask is ever built. The borders of the segments travel as forward keyword arguments, under the names that
 transformers gives them for flash attention: they are part of the call that gradient checkpointing repeats.
 
@@ -123,7 +123,9 @@ def varlen_attention_forward(
         raise _refused("is_causal", False, "use attn_implementation='sdpa'")
     for name, setting in kwargs.items():
         if setting is not None and setting is not False and name not in _WITHOUT_EFFECT:
-            raise _refused(name, setting, "use attn_implementation='eager' or 'sdpa'")
+            raise _refused(
+                name, setting, "use attn_implementation='eager' or 'sdpa', with pack=False where packing is refused"
+            )
     num_rows, _, width, _ = query.shape
     if key.shape[2] != width:
         raise _refused("a key-value cache of length", key.shape[2], "use attn_implementation='sdpa' to generate")
@@ -200,4 +202,6 @@ def _padding(query: torch.Tensor, value: torch.Tensor, num_tokens: int) -> torch
 
 
 def _refused(name: str, setting: object, advice: str) -> UnsupportedError:
+    if isinstance(setting, torch.Tensor):
+        setting = f"a tensor {list(setting.shape)}"
     return UnsupportedError(f"attention {VARLEN_ATTENTION!r} does not do {name}={setting}: {advice}")

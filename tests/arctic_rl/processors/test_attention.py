@@ -124,7 +124,7 @@ def test_gradient_checkpointing_repeats_the_call_with_its_own_borders(reentrant:
         ({"dropout": 0.1}, "does not do dropout=0.1"),
         ({"sliding_window": 4}, "does not do sliding_window=4"),
         ({"softcap": 30.0}, "does not do softcap=30.0"),
-        ({"s_aux": torch.ones(4)}, "does not do s_aux="),
+        ({"s_aux": torch.ones(4)}, r"does not do s_aux=a tensor \[4\]: .*pack=False"),
         ({"position_bias": torch.ones(1)}, "does not do position_bias="),
         ({"is_causal": False}, "does not do is_causal=False"),
         ({"output_attentions": True}, "does not do output_attentions=True"),
@@ -150,6 +150,9 @@ def test_borders_that_do_not_fit_are_refused():
     for cu in (borders(5, 3), borders(5), torch.tensor([1, 7])):
         with pytest.raises(ValueError, match="must span one packed row"):
             attention.varlen_attention_forward(Layer(), *heads, None, cu_seq_lens_q=cu)
+    with pytest.raises(UnsupportedError, match=r"a mask \[1, 7\] that the model made itself.*pack=False"):
+        mask = torch.ones(1, 7, dtype=torch.bool)
+        attention.varlen_attention_forward(Layer(), *heads, mask, cu_seq_lens_q=borders(5, 2))
     query, key, value = heads
     with pytest.raises(UnsupportedError, match="key-value cache"):
         attention.varlen_attention_forward(Layer(), query[:, :, -1:], key, value, None)

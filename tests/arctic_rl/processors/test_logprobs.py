@@ -152,6 +152,38 @@ def test_fp32_inputs_multiply_in_float32():
     assert errors[True] < 1e-4 < errors[False]
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("way", ["full", "chunked", "hidden"])
+def test_masked_entries_leave_entropy_and_gradients_finite(way: str, dtype: torch.dtype):
+    """Vocabulary masked to -inf: the same entropy and gradients as over the rest of the vocabulary alone."""
+    generator = torch.Generator().manual_seed(7)
+    hidden, weight = (torch.randn(n, 4, generator=generator, dtype=torch.float64).to(dtype) for n in (6, 12))
+    bias = torch.zeros(12, dtype=dtype)
+    kept = torch.tensor([1, 2, 6, 7, 11])
+    bias[torch.tensor([i for i in range(12) if i not in kept])] = -torch.inf
+    targets = kept[torch.randint(0, len(kept), (6,), generator=generator)]
+    weights = torch.randn(2, 6, generator=generator, dtype=torch.float64)
+    results = []
+    for masked in (True, False):
+        h = hidden.clone().to(dtype if masked else torch.float64).requires_grad_()
+        w = weight.to(h.dtype)
+        if not masked:
+            logp = torch.log_softmax(h @ w[kept].T / 0.7, dim=-1)
+            at = (targets[:, None] == kept).int().argmax(dim=1, keepdim=True)
+            values = logp.gather(1, at).squeeze(1), -(logp.exp() * logp).sum(-1)
+        elif way == "hidden":
+            values = logprobs_and_entropy_from_hidden(h, w, bias, targets, 0.7, entropy=True, tile=(4, 3))
+        elif way == "chunked":
+            values = logprobs_and_entropy_chunked(h @ w.T + bias, targets, 0.7, entropy=True, chunk=4)
+        else:
+            values = logprobs_and_entropy(h @ w.T + bias, targets, 0.7, entropy=True)
+        (gradient,) = torch.autograd.grad((values[0] * weights[0] + values[1] * weights[1]).sum(), h)
+        results.append([*(value.detach().double() for value in values), gradient.double()])
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.05}[dtype]
+    for value, expected in zip(*results, strict=True):
+        assert (value - expected).norm() <= tolerance * expected.norm()
+
+
 def test_large_logits_stay_exact():
     logits = torch.tensor([[1e4, 1e4 - 1.0, -1e4], [-1e4, 0.0, 1.0]])
     targets = torch.tensor([1, 0])

@@ -5,7 +5,7 @@ import logging
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import BloomConfig, BloomForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from integrations.arctic_rl.errors import UnsupportedError
 from integrations.arctic_rl.server.engine import load_model
@@ -64,3 +64,12 @@ def test_a_model_that_cannot_is_refused_or_left_unshared(spec_of, caplog):
     assert "attention_dropout=0.3" in caplog.text
     reference = load_model(spec_of(dropout=0.3, use_zorro=True, role="ref"))
     assert reference.config._attn_implementation == "arctic_zorro"
+
+
+def test_a_model_whose_packed_rows_see_each_other_is_refused(spec_of, tmp_path):
+    """Bloom takes any attention's name, and builds its mask from the tokens alone."""
+    torch.manual_seed(0)
+    config = BloomConfig(vocab_size=64, hidden_size=16, n_layer=1, n_head=2, initializer_range=0.2)
+    BloomForCausalLM(config).save_pretrained(tmp_path / "bloom")
+    with pytest.raises(UnsupportedError, match=r"BloomForCausalLM lets packed rows see each other.*cannot be packed"):
+        load_model(spec_of(model_path=str(tmp_path / "bloom")))
