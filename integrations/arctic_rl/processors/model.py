@@ -307,6 +307,11 @@ def _check_can_pack(module: Any, config: Any, implementation: str | None) -> Non
     if mixing or getattr(module, "_is_stateful", False):
         what = f"layers of type {', '.join(mixing)}" if mixing else "a recurrent state"
         raise UnsupportedError(f"{type(module).__name__} has {what}, which mix packed rows; {advice}")
+    if "chunked_attention" in layer_types and implementation in (VARLEN_ATTENTION, SHARED_ATTENTION):
+        raise UnsupportedError(
+            f"{type(module).__name__} has layers of type chunked_attention, whose chunks {implementation!r} does not "
+            "mask; load it with attn_implementation='sdpa'"
+        )
 
 
 def _accepted_parameters(function: Callable) -> set[str] | None:

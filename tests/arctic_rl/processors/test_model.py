@@ -59,6 +59,10 @@ def test_models_that_mix_rows_are_not_packed():
     model._is_stateful = True
     with pytest.raises(UnsupportedError, match="a recurrent state"):
         logprobs(model)
+    model = tiny_model("qwen3", "arctic_varlen")
+    model.config.layer_types = ["full_attention", "chunked_attention"]
+    with pytest.raises(UnsupportedError, match="chunked_attention, whose chunks 'arctic_varlen' does not mask"):
+        logprobs(model)
 
 
 class Capped(torch.nn.Module):
