@@ -192,6 +192,7 @@ def test_data_command(tmp_path):
     assert (tmp_path / "data" / "train.parquet").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", ["make_data.py", "make_model.py", "greedy.py"])
 def test_scripts_start_as_files_from_anywhere(script, tmp_path):
     command = [sys.executable, str(ROOT / "examples" / script), "--help"]

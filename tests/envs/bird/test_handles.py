@@ -206,6 +206,7 @@ def test_threads_do_not_share_a_connection_at_a_time(shop_db):
     assert failures == [] and 1 <= len(HANDLES) <= 4
 
 
+@pytest.mark.slow
 def test_memory_of_a_query_is_given_back(shop_db):
     """SQLite's heap is shared by all queries of a process: what one leaves there, the next ones lack."""
 

@@ -151,6 +151,7 @@ def test_failed_golds_are_dropped_if_asked(tmp_path, raw_bird):
     assert problem["subject"] == "question 4 (good)" and "no such column: nme" in problem["reason"]
 
 
+@pytest.mark.slow
 def test_the_bytes_depend_on_the_data_only(tmp_path, raw_bird):
     """Two package names, hash seeds, numbers of workers and output folders; then the same folder again."""
     root = raw_bird(tmp_path / "raw")
@@ -265,6 +266,7 @@ def test_all_sources(tmp_path, raw_bird, database, capsys, monkeypatch):
     assert "databases built: 1 of 3 by an earlier run" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_what_hangs_is_killed_and_costs_itself_only(tmp_path, database, monkeypatch):
     """A context and a gold that are each one long built-in call, which no limit of SQLite's reaches."""
     monkeypatch.setattr(databases, "TIMEOUT_S", 1.0)
@@ -306,6 +308,7 @@ def tokenizer_folder(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_long_prompts_are_dropped_as_skyrl_drops_them(tmp_path, raw_bird, tokenizer_folder, capsys):
     from transformers import AutoTokenizer
 
@@ -410,6 +413,7 @@ def lines_in(path: Path) -> int:
     return 0
 
 
+@pytest.mark.slow
 def test_a_killed_run_is_taken_up_where_it_was(tmp_path, database):
     root = tmp_path / "raw"
     write_slow_bird(root, database, 6)
@@ -442,6 +446,7 @@ def test_a_killed_run_is_taken_up_where_it_was(tmp_path, database):
     assert files(out) == whole
 
 
+@pytest.mark.slow
 def test_a_kill_while_writing_leaves_no_half_file(tmp_path, raw_bird, monkeypatch):
     """The process ends in the middle of each file in turn, without a chance to clean up."""
     root, whole = raw_bird(tmp_path / "raw"), tmp_path / "whole"
