@@ -178,7 +178,7 @@ def one_rank_backend(spec: Any, log_file: str) -> Any:
 
         async def load_checkpoint(self, job: str, directory: str) -> dict[str, Any]:
             check_shares([self.worker.checkpoint_problems(directory)])
-            return self.worker.load_checkpoint(directory)
+            return self.worker.load_checkpoint(directory) | {"same_engines": True}
 
         async def save_hf_model(self, directory: str) -> None:
             self.worker.save_hf_model(directory)

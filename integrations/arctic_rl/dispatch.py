@@ -313,10 +313,13 @@ class ArcticDispatch:
             if not value:
                 raise UnsupportedError(f"{name}=False is not served: a checkpoint is loaded as a whole")
         outcome = self._loop.run(self._backend.load_checkpoint(model, ckpt_dir))
+        left_out = "the checkpoint of {} is of another number of {}: their random states are left out"
         if not outcome["same_ranks"]:
-            logger.warning(f"the checkpoint of {model} is of another number of ranks: its random state is left out")
+            logger.warning(left_out.format(model, "ranks"))
         if model == "ref":
             return
+        if not outcome["same_engines"]:
+            logger.warning(left_out.format(model, "engines"))
         self._step_log.go_on_behind(outcome["optimizer_steps"])
         for name, value in outcome["now"].items():
             if value != outcome["saved"].get(name):

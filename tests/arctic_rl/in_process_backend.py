@@ -181,7 +181,7 @@ class InProcessBackend(RemoteBackend):
             (share,) = read_shares(directory)
             steps = share["optimizer_steps"]
             load_pieces(directory, self._pieces(job, allocate=True), {})
-        return {"same_ranks": True, "optimizer_steps": steps, "saved": settings, "now": settings}
+        return {"same_ranks": True, "same_engines": True, "optimizer_steps": steps, "saved": settings, "now": settings}
 
     async def save_hf_model(self, directory: str) -> None:
         self._record("save_hf_model", directory)

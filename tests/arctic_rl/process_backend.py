@@ -151,7 +151,7 @@ class ProcessBackend(RemoteBackend):
 
     async def load_checkpoint(self, job: str, directory: str) -> dict[str, Any]:
         check_shares(await self._call("checkpoint_problems", job, directory))
-        return (await self._call("load_checkpoint", job, directory))[0]
+        return (await self._call("load_checkpoint", job, directory))[0] | {"same_engines": True}
 
     async def save_hf_model(self, directory: str) -> None:
         await self._call("save_hf_model", "policy", directory)

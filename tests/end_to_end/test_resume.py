@@ -90,6 +90,7 @@ def test_an_interrupted_run_goes_on_and_its_export_is_a_model_like_any_other(tmp
     assert [line["lr"] for line in lines] == pytest.approx([_cosine(step) for step in range(saved, STEPS)], rel=1e-12)
     kept = {path.name for path in (tmp_path / "checkpoints").iterdir()}
     assert kept == {"global_step_8", "global_step_9", "latest_ckpt_global_step.txt"}
+    assert len(json.loads((tmp_path / "checkpoints" / "global_step_9" / "policy" / "engines.json").read_text())) == 1
 
     export = tmp_path / "exports" / f"global_step_{STEPS}" / "policy"
     assert {"config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"} <= {

@@ -93,15 +93,16 @@ class RemoteBackend(ABC):
     @abstractmethod
     async def save_checkpoint(self, job: str, directory: str) -> None:
         """Write all of ``job`` (``policy`` or ``ref``) below ``directory``: weights, and of the policy optimizer,
-        schedule and random state; everything is on the disk when it returns."""
+        schedule and random states, those of the engines too; everything is on the disk when it returns."""
 
     @abstractmethod
     async def load_checkpoint(self, job: str, directory: str) -> dict[str, Any]:
         """Take up what ``save_checkpoint`` wrote, after verifying all of it.
 
         Returns:
-            ``same_ranks``: whether the random state came back, and of the policy ``optimizer_steps`` taken, ``saved``
-            and ``now``: settings of optimizer and schedule.
+            ``same_ranks``: whether the random states of the ranks came back, and of the policy ``same_engines``:
+            whether those of the engines did, ``optimizer_steps`` taken, and ``saved`` and ``now``: settings of
+            optimizer and schedule.
 
         Raises:
             CheckpointError: something is damaged, or of another model; nothing has been loaded then.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import json
 import logging
 import os
 import shutil
@@ -15,7 +16,7 @@ from typing import Any
 
 from ..errors import ArcticError, WorkerDiedError
 from ..placement import ClusterDescription, Node, PlacementPlan, PlacementRequest, WorkerPlacement, plan_placement
-from ..server.checkpoint import check_shares
+from ..server.checkpoint import check_shares, write_file
 from ..server.process import RUN_ID_VARIABLE, log_tail
 from ..server.sampling_worker import SamplingWorker
 from ..server.specs import ServerConfig
@@ -28,6 +29,8 @@ from .sharding import RankPlan, plan_ranks
 logger = logging.getLogger(__name__)
 
 DEATH_GRACE_S = 5.0
+ENGINES_NAME = "engines.json"
+"""File of a checkpoint with the random state of each engine."""
 RUN_DIRECTORY_PREFIX = "arctic-rl-"
 
 
@@ -150,12 +153,31 @@ class BuiltinBackend(RemoteBackend):
 
     async def save_checkpoint(self, job: str, directory: str) -> None:
         await self._call_all(self._names(job), "save_checkpoint", directory)
+        if job == "policy":
+            states = await self._call_all(self._names("sampling"), "random_state")
+            write_file(Path(directory) / ENGINES_NAME, json.dumps(states))
 
     async def load_checkpoint(self, job: str, directory: str) -> dict[str, Any]:
         names = self._names(job)
         problems = await self._call_all(names, "checkpoint_problems", directory)
         check_shares(problems)
-        return (await self._call_all(names, "load_checkpoint", directory))[0]
+        outcome = (await self._call_all(names, "load_checkpoint", directory))[0]
+        if job == "policy":
+            outcome["same_engines"] = await self._set_engines(Path(directory) / ENGINES_NAME)
+        return outcome
+
+    async def _set_engines(self, file: Path) -> bool:
+        """Give the engines the random states of as many others; False where there were more or fewer."""
+        states, names = json.loads(file.read_text(encoding="utf-8")), self._names("sampling")
+        if len(states) != len(names):
+            return False
+        await self._gather(
+            {
+                name: self._actors[name].set_random_state.remote(of_engine)
+                for name, of_engine in zip(names, states, strict=True)
+            }
+        )
+        return True
 
     async def save_hf_model(self, directory: str) -> None:
         await self._call_all(self._names("policy"), "save_hf_model", directory)

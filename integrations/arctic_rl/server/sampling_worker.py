@@ -228,6 +228,14 @@ class SamplingWorker:
         names = (await self._engine_call(self._engine.collective_rpc("arctic_weight_names")))[0]
         return [(name, tuple(shape), dtype) for name, shape, dtype in names]
 
+    async def random_state(self) -> list[str]:
+        """The random state of each process of the engine, as JSON."""
+        return await self._engine_call(self._engine.collective_rpc("arctic_random_state"))
+
+    async def set_random_state(self, states: list[str]) -> None:
+        """Put back what ``random_state`` returned."""
+        await self._engine_call(self._engine.collective_rpc("arctic_set_random_state", args=(states,)))
+
     async def watch(self) -> None:
         """Never returns while the engine lives.
 

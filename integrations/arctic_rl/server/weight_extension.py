@@ -4,12 +4,14 @@ Names are compared as Hugging Face names. The engine fuses some of them (q/k/v, 
 set is the model's own, built on the meta device from its config, and not the engine's parameter list.
 """
 
+import json
 import os
 import threading
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from ..random_state import random_state, set_random_state
 from .weights import (
     Manifest,
     TensorSpec,
@@ -88,6 +90,14 @@ class WeightExtension:
         manifest = read_manifest(path)
         self.model_runner.reload_weights(weights_iterator=self._arctic_weights(path, manifest))
         return manifest.version
+
+    def arctic_random_state(self) -> str:
+        """The state of this process's random generators, from which requests without a seed are sampled, as JSON."""
+        return json.dumps(random_state())
+
+    def arctic_set_random_state(self, states: list[str]) -> None:
+        """Put the generators back; ``states`` are those of all ranks of the engine."""
+        set_random_state(json.loads(states[self.rank]))
 
     def _arctic_weights(self, path: str, manifest: Manifest) -> Iterator[tuple[str, "torch.Tensor"]]:
         """The written tensors, and copies for tied names where the engine keeps a tensor of its own.

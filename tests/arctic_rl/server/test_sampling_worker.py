@@ -575,6 +575,21 @@ def test_seeds_give_the_same_samples_in_any_batch(real):
 
 
 @pytest.mark.slow
+def test_requests_without_a_seed_are_sampled_again_from_the_same_random_state(real):
+    """With the prompts as new to the engine as before: it draws for each part of a prompt too."""
+    prompts, params = random_prompts(3, seed=5), {"temperature": 1.0, "max_tokens": 24, "ignore_eos": True}
+
+    def sample():
+        real.get(real.actor.reset_prefix_cache.remote())
+        return [ask(real, [prompt], params)[0]["token_ids"] for prompt in prompts]
+
+    states = real.get(real.actor.random_state.remote())
+    first, second = sample(), sample()
+    real.get(real.actor.set_random_state.remote(states))
+    assert sample() == first != second
+
+
+@pytest.mark.slow
 def test_expanded_seeds_sample_the_models_distribution(real):
     """Chi-square of 2048 first tokens over those expected at least 5 times; 5 sigma above its mean is the bound."""
     prompt = random_prompts(1, seed=11, low=20, high=21)[0]
