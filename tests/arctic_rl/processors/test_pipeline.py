@@ -1,6 +1,7 @@
 """run_pipeline against a row-by-row float64 reference: whatever the packing, the padding or the split."""
 
 import itertools
+import shutil
 
 import numpy as np
 import pytest
@@ -199,6 +200,7 @@ def test_not_by_a_single_bit(attention: str | None, dtype: torch.dtype):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="flex_attention is compiled with g++")
 def test_flex_attention_keeps_rows_apart():
     model = tiny_model("qwen3", "flex_attention", head_dim=16)
     batch = ragged_batch(6, 4)
