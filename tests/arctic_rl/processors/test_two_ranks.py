@@ -7,8 +7,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from integrations.arctic_rl.errors import ArcticError
 from integrations.arctic_rl.processors.metrics import Maximum
-from integrations.arctic_rl.processors.pipeline import register_loss_fn, run_pipeline
+from integrations.arctic_rl.processors.pipeline import register_loss_fn, register_post_processor, run_pipeline
 from tests.arctic_rl.processors.helpers import FakeEngine, gradients, ragged_batch, tiny_model
 
 pytestmark = pytest.mark.slow
@@ -35,6 +36,18 @@ def metrics_loss(model_outputs, batch, meta, config, device):
         "number": (batch["advantages"] * mask).sum() / mask.sum().clamp(min=1),
         "largest": Maximum((batch["advantages"] * mask).max()),
     }
+
+
+@register_post_processor("reads_the_entropy")
+def reads_the_entropy(model_outputs, batch, meta, device):
+    return {"mean_entropy": model_outputs["entropy"].mean(dim=1)}
+
+
+@register_loss_fn("fails_on_rank_1")
+def fails_on_rank_1(model_outputs, batch, meta, config, device):
+    if dist.get_rank() == 1:
+        raise RuntimeError("the loss of rank 1")
+    return model_outputs["logprobs"].sum(), {}
 
 
 def one_run(model, batch: dict, processing: dict, meta: dict) -> dict:
@@ -77,6 +90,9 @@ def worker(rank: int, folder: str) -> None:
         FakeEngine(model), (), batch, {"temperature": 1.0}, {"post": ["compute_logprobs"]}, "cpu", backward=False
     )
     results["forward"] = forward["batch"]["logprobs"].shape
+    read = {"post": ["reads_the_entropy"]}
+    entropy = run_pipeline(FakeEngine(model), (), batch, {"temperature": 1.0}, read, "cpu", backward=False)
+    results["entropy"] = entropy["batch"]["mean_entropy"]
     results["errors"] = []
     for meta in ({"dp_size": 3, "batch_num_tokens": 9}, {"dp_size": 2}):
         try:
@@ -89,6 +105,13 @@ def worker(rank: int, folder: str) -> None:
         one_run(model, batch, {"loss_fn": "grpo"}, {})
     except ValueError as error:
         results["errors"].append(str(error))
+    results["elsewhere"] = []
+    batch = rows_of(whole_batch(), SPLITS["halves"][rank])
+    for loss in ("fails_on_rank_1", "grpo") if rank == 1 else ("fails_on_rank_1",):
+        try:
+            run_pipeline(FakeEngine(model), (), batch, {"temperature": 1.0}, {"loss_fn": loss}, "cpu")
+        except (RuntimeError, ArcticError) as error:
+            results["elsewhere"].append(str(error))
     torch.save(results, Path(folder) / f"rank{rank}.pt")
     dist.destroy_process_group()
 
@@ -129,6 +152,17 @@ def test_results_are_each_ranks_own(ranks: list[dict], alone: list[dict]):
     for rank, rows in zip(ranks, SPLITS["uneven"], strict=True):
         assert torch.allclose(rank["uneven"][-1]["batch"]["logprobs"], expected[rows], atol=1e-5)
         assert rank["forward"] == (len(rows), expected.shape[1])
+
+
+def test_a_processor_may_read_the_entropy_on_any_number_of_ranks(ranks: list[dict]):
+    for rank, rows in zip(ranks, SPLITS["uneven"], strict=True):
+        assert len(rank["entropy"]) == len(rows) and (rank["entropy"] > 0).all()
+
+
+def test_a_rank_that_failed_in_between_is_not_taken_for_another_call(ranks: list[dict]):
+    assert ranks[1]["elsewhere"][0] == "the loss of rank 1"
+    for said in (ranks[0]["elsewhere"][0], ranks[1]["elsewhere"][1]):
+        assert "one of them failed since they last met" in said
 
 
 def test_contradicting_counts_are_refused(ranks: list[dict]):
