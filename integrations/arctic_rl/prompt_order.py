@@ -107,7 +107,7 @@ class PromptOrder:
         self._passes_over = 2**63
 
     def _run_through(self, state: dict[str, Any]) -> None:
-        generator = self._loader.generator
+        generator = _generator(self._loader)
         if generator is None:
             for _ in range(state["passes"]):
                 for _ in self._loader:
@@ -173,10 +173,16 @@ def rows_facts(dataset: Any) -> dict[str, Any]:
     return {"rows of data.train_data": count, "digest of data.train_data": digest.hexdigest()[:16]}
 
 
+def _generator(loader: Any) -> Any:
+    """What a loader draws its order from; None for one of a recipe's own that has no such thing."""
+    return getattr(loader, "generator", None)
+
+
 def _generator_text(loader: Any) -> str | None:
-    if loader.generator is None:
+    generator = _generator(loader)
+    if generator is None:
         return None
-    return base64.b64encode(loader.generator.get_state().numpy().tobytes()).decode()
+    return base64.b64encode(generator.get_state().numpy().tobytes()).decode()
 
 
 def _state_of(text: str) -> Any:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from recipes import byte_tokenizer, left_over, read_lines, run_processes, settings, start, wait_for_steps, write_inputs
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 PROMPTS, BATCH, EPOCHS = 12, 4, 3
 STEPS = PROMPTS // BATCH * EPOCHS
@@ -36,6 +36,15 @@ def dumped_prompts(folder, step):
     batch = pickle.loads(path.read_bytes())
     texts = byte_tokenizer().batch_decode(batch["sequences"], skip_special_tokens=True)
     return [text.split("user:")[1].split("?")[0] + "?" for text in texts[::4]]
+
+
+def finish(folder, changes):
+    process = start(folder, settings(folder, changes))
+    try:
+        process.wait(timeout=600)
+    finally:
+        process.kill()
+    assert process.returncode == 0, (folder / "output.log").read_text()[-4000:]
 
 
 def test_an_interrupted_run_goes_on_and_its_export_is_a_model_like_any_other(tmp_path):
@@ -74,10 +83,7 @@ def test_an_interrupted_run_goes_on_and_its_export_is_a_model_like_any_other(tmp
 
     steps_before = len(read_lines(tmp_path / "logs" / "optimizer_steps.jsonl"))
     metrics_before = len(read_lines(tmp_path / "logs" / "metrics.jsonl"))
-    process = start(tmp_path, settings(tmp_path, changes))
-    process.wait(timeout=600)
-    output = (tmp_path / "output.log").read_text()
-    assert process.returncode == 0, output[-4000:]
+    finish(tmp_path, changes)
 
     logs = read_lines(tmp_path / "logs" / "metrics.jsonl")[metrics_before:]
     logs = [line for line in logs if "policy/final_loss" in line]
@@ -105,9 +111,7 @@ def test_an_interrupted_run_goes_on_and_its_export_is_a_model_like_any_other(tmp
         "trainer.hf_save_interval": -1,
         "trainer.max_training_steps": 1,
     }
-    process = start(tmp_path, settings(tmp_path, again))
-    process.wait(timeout=400)
-    assert process.returncode == 0, (tmp_path / "output.log").read_text()[-4000:]
+    finish(tmp_path, again)
     (line,) = [line for line in read_lines(tmp_path / "other_logs" / "metrics.jsonl") if "policy/final_loss" in line]
     assert line["policy/rollout_train_logprobs_abs_diff_mean"] < 1e-5, "vLLM and the trainer agree on the export"
     config = json.loads((export / "config.json").read_text())
