@@ -36,10 +36,8 @@ def whole_values(seed=0):
 
 
 def zeros():
-    return {
-        name: {kind: torch.zeros_like(value) for kind, value in kinds.items()}
-        for name, kinds in whole_values().items()
-    }
+    whole = whole_values()
+    return {name: {kind: torch.zeros_like(value) for kind, value in kinds.items()} for name, kinds in whole.items()}
 
 
 def dealt(values, ranks, draw, step=7.0):
