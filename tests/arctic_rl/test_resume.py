@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -297,6 +298,32 @@ class TestRefusals:
         (root / "global_step_2").rename(root / "global_step_9")
         with pytest.raises(CheckpointError, match="holds the checkpoint of step 2"):
             train(config(root.parent, *resuming(root / "global_step_9")), loop)
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 1.5 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1536k", "tmpfs", folder], capture_output=True)
+    if mounted.returncode != 0:
+        pytest.skip("file systems cannot be mounted here")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+def test_a_full_disk_ends_the_run_and_loses_nothing(tmp_path, small_disk, loop):
+    settings = (f"trainer.ckpt_path={small_disk}", LATEST)
+    recording = {}
+    whole = train(config(tmp_path / "whole"), loop, recording)
+    with pytest.raises(CheckpointError, match=r"could not (be written|write).*No space left.*trainer\.ckpt_path"):
+        train(config(tmp_path, *settings), loop, recording)
+    kept = sorted(path.name for path in small_disk.iterdir())
+    saved = int((small_disk / LATEST_NAME).read_text())
+    assert kept == [*(f"global_step_{step}" for step in range(1, saved + 1)), LATEST_NAME] and 1 <= saved < STEPS
+    shutil.rmtree(small_disk / "global_step_1")
+    rest = train(config(tmp_path, *settings, "trainer.max_ckpts_to_keep=1"), loop, recording)
+    assert rest.seen == whole.seen[saved:] and same(rest.weights, whole.weights)
 
 
 class WithState(RayPPOTrainer):
