@@ -14,6 +14,10 @@ from typing import Any, Literal
 from .errors import ScoringEnvError
 from .pickling import dumps
 
+ONE_CALL_VARIABLE = "ARCTIC_RL_ONE_CALL_AT_A_TIME"
+"""An environment variable that tells what a worker calls that this process, whose id it holds, runs one call at a time
+and does nothing else, so that limits of the whole process may be lowered during a call."""
+
 _MB = 1 << 20
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 
@@ -47,6 +51,7 @@ def initialize_worker(modules: tuple[str, ...], env_modules: list[str], memory_l
     global _start_up_error, _worn_above_mb
     try:
         os.setpgid(0, 0)
+        os.environ[ONE_CALL_VARIABLE] = str(os.getpid())
         for name in _THREAD_VARIABLES:
             os.environ[name] = "1"
         for module in modules:
