@@ -196,6 +196,8 @@ def make_generator(make_plain, pool):
         generator = make_plain(lambda base: make_generator_class(base, config), **settings)
         if own_pool is None:
             generator._env_pool = pool
+            # What the pool has counted so far was other generators'.
+            generator._scoring_metrics()
         else:
             own.append(generator)
         return generator
