@@ -139,8 +139,14 @@ def one_rank_backend(spec: Any, log_file: str) -> Any:
 
     class OneRankBackend(RemoteBackend):
         @classmethod
-        def from_config(cls, config: Any) -> Any:
+        def from_config(cls, config: Any, handle: Any = None) -> Any:
             raise AssertionError("made here alone")
+
+        def reconnect_handle(self) -> Any:
+            raise AssertionError("attached to by nobody")
+
+        def requires_single_forwarder(self) -> bool:
+            return True
 
         async def initialize(self, num_training_steps: int) -> None:
             import socket
@@ -180,8 +186,21 @@ def one_rank_backend(spec: Any, log_file: str) -> Any:
             check_shares([self.worker.checkpoint_problems(directory)])
             return self.worker.load_checkpoint(directory) | {"same_engines": True}
 
-        async def save_hf_model(self, directory: str) -> None:
-            self.worker.save_hf_model(directory)
+        async def save_weights(self, directory: str) -> None:
+            self.worker.save_weights(directory)
+
+        async def weight_norm(self, job: str) -> float:
+            return self.worker.weight_norm()
+
+        async def sleep_training(self) -> None: ...
+
+        async def wake_training(self) -> None: ...
+
+        async def sleep_log_prob(self) -> None: ...
+
+        async def wake_log_prob(self) -> None: ...
+
+        async def shutdown(self) -> None: ...
 
         async def node_ids(self) -> list[str]:
             return ["this-node"]
@@ -189,7 +208,7 @@ def one_rank_backend(spec: Any, log_file: str) -> Any:
         async def generate(self, requests: list[dict]) -> list[dict]:
             raise AssertionError("rollouts are made up")
 
-        async def sync_weights(self) -> int:
+        async def sync_weights(self, *, keep_cache: bool = False) -> int:
             return 0
 
         async def update_reference(self) -> None: ...
@@ -204,7 +223,7 @@ def one_rank_backend(spec: Any, log_file: str) -> Any:
 
         async def wake_sampling(self, tags: list[str] | None) -> None: ...
 
-        async def pause_generation(self) -> None: ...
+        async def pause_generation(self, *, in_flight: str = "finish") -> None: ...
 
         async def resume_generation(self) -> None: ...
 

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from .algorithm_rules import correction_refusals, loss_problems
-from .backends import registry
+from .backends.registry import RemoteBackendRegistry
 from .config import PREFIX, ArcticRLConfig
 from .errors import UnsupportedError
 from .sampling_params import sampling_problems
@@ -77,7 +77,7 @@ def _failure(function: Callable[[], Any]) -> Iterator[str]:
 
 
 def _backend(cfg: Any) -> Iterator[str]:
-    yield from _failure(lambda: registry.check_name(cfg.trainer.arctic_rl.backend))
+    yield from _failure(lambda: RemoteBackendRegistry.check_name(cfg.trainer.arctic_rl.backend))
 
 
 def _modules(cfg: Any) -> Iterator[str]:

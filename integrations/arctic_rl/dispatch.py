@@ -112,11 +112,7 @@ class ArcticDispatch:
         }
         batch = repack_to_verl(rows_only, self._pad_token_id)
         meta = self._meta(model, batch, rows, "micro_forward_batch_size_per_gpu")
-        result = self._loop.run(
-            self._backend.fwd_no_grad(model, batch, meta, {"post": ["compute_logprobs"], "config": {}})
-        )
-        width = batch["responses"].shape[1]
-        logprobs = response_to_skyrl(result["batch"]["logprobs"][:, -width:], mask)
+        logprobs = response_to_skyrl(self._loop.run(self._backend.log_probs(model, batch, meta)), mask)
         return WorkerOutput(loss_fn_outputs=[{"logprobs": row} for row in logprobs[:rows].tolist()])
 
     def forward_from_staged(
@@ -252,25 +248,11 @@ class ArcticDispatch:
         self._refuse_tinker_arguments(None, None, model_id)
         asynchronous = self._cfg.trainer.fully_async.enabled
         start = time.perf_counter()
-        await self._loop.wait(self._sync_in_mid_generation() if asynchronous else self._sync_weights())
+        keep_cache = asynchronous and not self._cfg.trainer.fully_async.clear_kv_cache_on_weight_sync
+        in_flight = "keep" if asynchronous else "finish"
+        await self._loop.wait(self._backend.update_weights(in_flight=in_flight, keep_cache=keep_cache))
         self._last_weight_sync_s = time.perf_counter() - start
         self._inference_client.increment_weight_version()
-
-    async def _sync_weights(self) -> None:
-        try:
-            await self._backend.pause_generation()
-            await self._backend.wake_sampling(["weights"])
-            await self._backend.sync_weights()
-            await self._backend.wake_sampling(["kv_cache"])
-            await self._backend.reset_prefix_cache()
-        finally:
-            await self._backend.resume_generation()
-
-    async def _sync_in_mid_generation(self) -> None:
-        keep_cache = not self._cfg.trainer.fully_async.clear_kv_cache_on_weight_sync
-        await self._backend.pause_generation(in_flight="keep")
-        await self._backend.sync_weights(keep_cache=keep_cache)
-        await self._backend.resume_generation()
 
     def get_timing_metrics(self) -> dict[str, float]:
         """Seconds of the last weight sync; empty before the first."""
@@ -336,7 +318,7 @@ class ArcticDispatch:
         target.parent.mkdir(parents=True, exist_ok=True)
         sweep(target.parent)
         with written_aside(target) as aside:
-            self._loop.run(self._backend.save_hf_model(str(aside / target.name)))
+            self._loop.run(self._backend.save_weights(str(aside / target.name)))
             if not (aside / target.name / "config.json").is_file():
                 raise CheckpointError(
                     f"the model that rank 0 wrote to {aside / target.name} cannot be seen here: trainer.export_path "

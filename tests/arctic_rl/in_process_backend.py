@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from integrations.arctic_rl.backends.base import RemoteBackend
+from integrations.arctic_rl.backends.handle import BackendHandle
 from integrations.arctic_rl.backends.sharding import join_rows, plan_ranks, split_rows
 from integrations.arctic_rl.processors.attention import attention_implementation
 from integrations.arctic_rl.processors.pipeline import run_counted
@@ -84,8 +85,14 @@ class InProcessBackend(RemoteBackend):
         return {name: p.grad / ranks for name, p in self._engines["policy"].module.named_parameters()}
 
     @classmethod
-    def from_config(cls, config: Any) -> "InProcessBackend":
+    def from_config(cls, config: Any, handle: BackendHandle | None = None) -> "InProcessBackend":
         return cls()
+
+    def reconnect_handle(self) -> BackendHandle:
+        return BackendHandle(backend="in_process")
+
+    def requires_single_forwarder(self) -> bool:
+        return True
 
     async def initialize(self, num_training_steps: int) -> None:
         self._record("initialize", num_training_steps)
@@ -148,6 +155,23 @@ class InProcessBackend(RemoteBackend):
         if "ref" in self._engines:
             self._engines["ref"].module.load_state_dict(self._engines["policy"].module.state_dict())
 
+    async def weight_norm(self, job: str) -> float:
+        self._record("weight_norm", job)
+        norms = [float(value.double().norm()) for value in self._engines[job].module.parameters()]
+        return sum(norm**2 for norm in norms) ** 0.5
+
+    async def sleep_training(self) -> None:
+        self._record("sleep_training")
+
+    async def wake_training(self) -> None:
+        self._record("wake_training")
+
+    async def sleep_log_prob(self) -> None:
+        self._record("sleep_log_prob")
+
+    async def wake_log_prob(self) -> None:
+        self._record("wake_log_prob")
+
     async def sleep_sampling(self, level: int) -> None:
         self._record("sleep_sampling", level)
 
@@ -183,8 +207,8 @@ class InProcessBackend(RemoteBackend):
             load_pieces(directory, self._pieces(job, allocate=True), {})
         return {"same_ranks": True, "same_engines": True, "optimizer_steps": steps, "saved": settings, "now": settings}
 
-    async def save_hf_model(self, directory: str) -> None:
-        self._record("save_hf_model", directory)
+    async def save_weights(self, directory: str) -> None:
+        self._record("save_weights", directory)
         Path(directory).mkdir()
         (Path(directory) / "config.json").write_text("{}")
 
@@ -200,6 +224,9 @@ class InProcessBackend(RemoteBackend):
     async def node_ids(self) -> list[str]:
         self._record("node_ids")
         return ["this-node"]
+
+    async def shutdown(self) -> None:
+        self._record("shutdown")
 
     async def destroy(self) -> None:
         self._record("destroy")

@@ -114,8 +114,14 @@ class ProcessBackend(RemoteBackend):
         self._specs = {"policy": policy, "ref": reference}
 
     @classmethod
-    def from_config(cls, config: Any) -> "ProcessBackend":
+    def from_config(cls, config: Any, handle: Any = None) -> "ProcessBackend":
         raise AssertionError("made by tests alone")
+
+    def reconnect_handle(self) -> Any:
+        raise AssertionError("attached to by nobody")
+
+    def requires_single_forwarder(self) -> bool:
+        return True
 
     async def initialize(self, num_training_steps: int) -> None:
         for job, spec in self._specs.items():
@@ -153,20 +159,37 @@ class ProcessBackend(RemoteBackend):
         check_shares(await self._call("checkpoint_problems", job, directory))
         return (await self._call("load_checkpoint", job, directory))[0] | {"same_engines": True}
 
-    async def save_hf_model(self, directory: str) -> None:
-        await self._call("save_hf_model", "policy", directory)
+    async def save_weights(self, directory: str) -> None:
+        await self._call("save_weights", "policy", directory)
+
+    async def weight_norm(self, job: str) -> float:
+        return (await self._call("weight_norm", job))[0]
+
+    async def sleep_training(self) -> None:
+        await self._call("sleep", "policy")
+
+    async def wake_training(self) -> None:
+        await self._call("wake", "policy")
+
+    async def sleep_log_prob(self) -> None:
+        await self._call("sleep", "ref")
+
+    async def wake_log_prob(self) -> None:
+        await self._call("wake", "ref")
+
+    async def shutdown(self) -> None: ...
 
     async def generate(self, requests: list[dict]) -> list[dict]:
         raise AssertionError("rollouts come from a recording")
 
-    async def sync_weights(self) -> int:
+    async def sync_weights(self, *, keep_cache: bool = False) -> int:
         return 0
 
     async def sleep_sampling(self, level: int) -> None: ...
 
     async def wake_sampling(self, tags: list[str] | None) -> None: ...
 
-    async def pause_generation(self) -> None: ...
+    async def pause_generation(self, *, in_flight: str = "finish") -> None: ...
 
     async def resume_generation(self) -> None: ...
 

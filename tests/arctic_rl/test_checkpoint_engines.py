@@ -154,7 +154,7 @@ def test_a_checkpoint_of_other_ranks_and_another_stage_is_taken_up(tmp_path, mod
     assert (outcome["optimizer_steps"], outcome["same_ranks"]) == (9, False)
     assert outcome["saved"] == {"lr": 1.0} and outcome["now"]["num_training_steps"] == 100
     loop.run(backend.save_checkpoint("policy", str(tmp_path / "again")))
-    loop.run(backend.save_hf_model(str(tmp_path / "export")))
+    loop.run(backend.save_weights(str(tmp_path / "export")))
     again, weights = assembled(tmp_path / "again"), load_file(tmp_path / "export" / "model.safetensors")
     assert again.keys() == expected.keys() == weights.keys()
     for name, kinds in expected.items():
@@ -266,7 +266,7 @@ def test_an_export_of_a_bfloat16_run_is_what_it_computed_with(tmp_path, models, 
     backend = backend_of(cfg, processes)
     loop.run(backend.initialize(100))
     loop.run(backend.load_checkpoint("policy", str(tmp_path / "two")))
-    loop.run(backend.save_hf_model(str(tmp_path / "export")))
+    loop.run(backend.save_weights(str(tmp_path / "export")))
     weights = load_file(tmp_path / "export" / "model.safetensors")
     for name, kinds in expected.items():
         assert torch.equal(weights[name].flatten(), kinds["weight"].bfloat16()), name

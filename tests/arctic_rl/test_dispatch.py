@@ -566,7 +566,7 @@ class TestSmallCalls:
         backend = InProcessBackend()
         target = tmp_path / "exports" / "policy"
         dispatch_to(backend).save_hf_model("policy", str(target), SimpleNamespace(save_pretrained=save_tokenizer))
-        assert backend.names() == ["save_hf_model"]
+        assert backend.names() == ["save_weights"]
         assert sorted(path.name for path in target.iterdir()) == ["config.json", "tokenizer.json"]
         assert seen == [False]
         assert [path.name for path in target.parent.iterdir()] == ["policy"]

@@ -25,7 +25,7 @@ from skyrl.train.trainer import RayPPOTrainer
 from skyrl_gym.envs import registration
 
 from integrations.arctic_rl import entry_main, entrypoint, launch
-from integrations.arctic_rl.backends import registry
+from integrations.arctic_rl.backends import RemoteBackendRegistry
 from integrations.arctic_rl.entry_main import leaves, only, replaced_attribute, replaced_function
 from integrations.arctic_rl.entry_module import choose_entry, load_module, require_main, search_path
 from integrations.arctic_rl.errors import ArcticError, ConfigError, UnsupportedError
@@ -68,7 +68,7 @@ class RandomTokens(InProcessBackend):
     built: ClassVar[list] = []
 
     @classmethod
-    def from_config(cls, config):
+    def from_config(cls, config, handle=None):
         cls.built.append(cls())
         return cls.built[-1]
 
@@ -79,7 +79,7 @@ class RandomTokens(InProcessBackend):
         return [{"token_ids": row, "logprobs": [0.0] * len(row), "stop_reason": "stop"} for row in rows]
 
 
-@registry.register("random_tokens")
+@RemoteBackendRegistry.register("random_tokens")
 def random_tokens():
     return RandomTokens
 

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+from ..errors import UnsupportedError
 from ..server.specs import ServerConfig
+from .handle import BackendHandle
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Batch = dict[str, Any]
 InFlight = Literal["finish", "keep"]
@@ -20,8 +25,24 @@ class RemoteBackend(ABC):
 
     @classmethod
     @abstractmethod
-    def from_config(cls, config: ServerConfig) -> RemoteBackend:
-        """Build the backend; nothing is started before ``initialize``."""
+    def from_config(cls, config: ServerConfig, handle: BackendHandle | None = None) -> RemoteBackend:
+        """Build the backend; nothing is started before ``initialize``.
+
+        Args:
+            config: what the run asks for. Every policy setting is read from here, with a handle too.
+            handle: of a server that is up already, which this process attaches to; ``initialize`` is not called then.
+        """
+
+    @abstractmethod
+    def reconnect_handle(self) -> BackendHandle:
+        """What another process attaches with (``RemoteBackendRegistry.attach``); of an initialised backend."""
+
+    @abstractmethod
+    def requires_single_forwarder(self) -> bool:
+        """Whether a worker group that forwards calls (``RemoteBackendRegistry.get_worker``) must have one member.
+
+        True where the backend owns all parallelism: a call takes the rows of all ranks.
+        """
 
     @abstractmethod
     async def initialize(self, num_training_steps: int) -> None:
@@ -58,9 +79,64 @@ class RemoteBackend(ABC):
         that are paused in mid-generation.
         """
 
+    async def update_weights(self, *, in_flight: InFlight = "finish", keep_cache: bool = False) -> int:
+        """Everything around ``sync_weights``: hold requests back, wake the engines, sync, empty their prefix caches.
+
+        Args:
+            in_flight: what becomes of requests under way. "finish": they end first, and what was cached is dropped.
+                "keep": they go on with the new weights; engines must be awake. After a failure they stay where they
+                are, so that none mixes weights unnoticed.
+            keep_cache: see ``sync_weights``; with "keep" only.
+
+        Returns:
+            The version that the engines hold.
+        """
+        if in_flight == "keep":
+            await self.pause_generation(in_flight="keep")
+            version = await self.sync_weights(keep_cache=keep_cache)
+            await self.resume_generation()
+            return version
+        if keep_cache:
+            raise UnsupportedError('update_weights(keep_cache=True) needs in_flight="keep"')
+        try:
+            await self.pause_generation()
+            await self.wake_sampling(["weights"])
+            version = await self.sync_weights()
+            await self.wake_sampling(["kv_cache"])
+            await self.reset_prefix_cache()
+        finally:
+            await self.resume_generation()
+        return version
+
+    async def log_probs(self, job: str, batch: Batch, meta: dict) -> Tensor:
+        """Log-probs [B, R] of the responses under ``job``, float32, left-aligned."""
+        processing = {"post": ["compute_logprobs"], "config": {}}
+        result = await self.fwd_no_grad(job, batch, meta, processing)
+        return result["batch"]["logprobs"][:, -batch["responses"].shape[1] :]
+
+    @abstractmethod
+    async def weight_norm(self, job: str) -> float:
+        """L2 norm of all weights of ``job``, tied ones once, summed in float64."""
+
     @abstractmethod
     async def update_reference(self) -> None:
         """Make the reference model a copy of the policy as it is now."""
+
+    @abstractmethod
+    async def sleep_training(self) -> None:
+        """Release the device memory of the policy's ranks until ``wake_training``; calls on them fail meanwhile."""
+
+    @abstractmethod
+    async def wake_training(self) -> None:
+        """Take the memory back; what the ranks held is as it was."""
+
+    @abstractmethod
+    async def sleep_log_prob(self) -> None:
+        """``sleep_training`` of the reference model's ranks; does nothing where there are none."""
+
+    @abstractmethod
+    async def wake_log_prob(self) -> None:
+        """``wake_training`` of the reference model's ranks."""
 
     @abstractmethod
     async def sleep_sampling(self, level: int) -> None:
@@ -109,7 +185,7 @@ class RemoteBackend(ABC):
         """
 
     @abstractmethod
-    async def save_hf_model(self, directory: str) -> None:
+    async def save_weights(self, directory: str) -> None:
         """Write the policy's weights and config to ``directory`` as a Hugging Face model."""
 
     @abstractmethod
@@ -130,5 +206,9 @@ class RemoteBackend(ABC):
         """Ray node ids on which training workers run."""
 
     @abstractmethod
+    async def shutdown(self) -> None:
+        """Stop the server and all its workers, whoever started it; never raises for a worker that is gone already."""
+
+    @abstractmethod
     async def destroy(self) -> None:
-        """Stop everything that was started; never raises for a worker that is gone already."""
+        """Let go of the server: ``shutdown`` where this object started it, else only what it holds itself."""

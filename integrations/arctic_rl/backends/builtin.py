@@ -10,6 +10,7 @@ import logging
 import os
 import shutil
 import tempfile
+import uuid
 from collections.abc import Awaitable, Iterable
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from ..server.training_worker import TrainingWorker
 from ..server.weights import remove_weights
 from ..zorro.cost import CostModel
 from .base import Batch, InFlight, RemoteBackend
+from .handle import BackendHandle
 from .sharding import RankPlan, plan_ranks
 
 logger = logging.getLogger(__name__)
@@ -32,30 +34,51 @@ DEATH_GRACE_S = 5.0
 ENGINES_NAME = "engines.json"
 """File of a checkpoint with the random state of each engine."""
 RUN_DIRECTORY_PREFIX = "arctic-rl-"
+WEIGHTS_FOLDER, SCRATCH_FOLDER = "weights", "s"
 
 
 class BuiltinBackend(RemoteBackend):
     """See ``RemoteBackend``; every worker is one Ray actor with a log file of its own."""
 
-    def __init__(self, config: ServerConfig) -> None:
+    def __init__(self, config: ServerConfig, handle: BackendHandle | None = None) -> None:
         self._config = config
-        self._actors: dict[str, Any] = {}
+        self._attached = handle is not None
+        self._actors: dict[str, Any] = {} if handle is None else dict(handle.actors)
         self._watches: dict[str, asyncio.Future] = {}
         self._sharing: dict[str, tuple[CostModel, bool]] = {}
-        self._version = 0
-        self._outstanding: dict[str, int] = {}
+        self._outstanding = dict.fromkeys(self._names("sampling"), 0)
         self._prompt_engine: dict[int, str] = {}
         self._session_engine: dict[Any, str] = {}
         self._running = asyncio.Event()
         self._running.set()
         self._frozen = False
-        self._run_dir: str | None = None
+        self._run_dir: str | None = None if handle is None else handle.facts["run_dir"]
         self._request_count = 0
+        self._client_id = uuid.uuid4().hex[:8]
         self._lease = asyncio.Condition()
 
     @classmethod
-    def from_config(cls, config: ServerConfig) -> BuiltinBackend:
-        return cls(config)
+    def from_config(cls, config: ServerConfig, handle: BackendHandle | None = None) -> BuiltinBackend:
+        return cls(config, handle)
+
+    def reconnect_handle(self) -> BackendHandle:
+        """See ``RemoteBackend``.
+
+        Raises:
+            ArcticError: the workers are not up.
+        """
+        if self._run_dir is None or not self._actors:
+            raise ArcticError("there are no workers to attach to: call initialize first")
+        jobs = {name.rsplit("-", 1)[0] for name in self._actors}
+        return BackendHandle(
+            backend="builtin",
+            job_ids={job: f"{self._config.run_id}-{job}" for job in sorted(jobs)},
+            actors=dict(self._actors),
+            facts={"run_dir": self._run_dir},
+        )
+
+    def requires_single_forwarder(self) -> bool:
+        return True
 
     def dp_size(self, job: str) -> int:
         return self._config.policy_ranks if job == "policy" else self._config.ref_ranks
@@ -64,10 +87,8 @@ class BuiltinBackend(RemoteBackend):
         plan = plan_placement(placement_request(self._config), describe_cluster())
         logger.info("placement of the workers:\n%s", plan.table())
         self._run_dir = run_directory(self._config.run_id)
-        self._weights_dir = os.path.join(self._run_dir, "weights")
-        self._scratch_dir = os.path.join(self._run_dir, "s")
-        os.mkdir(self._weights_dir)
-        os.mkdir(self._scratch_dir)
+        for folder in (WEIGHTS_FOLDER, SCRATCH_FOLDER):
+            os.mkdir(os.path.join(self._run_dir, folder))
         self._start_actors(plan)
         groups = [self._setup_training("policy", num_training_steps), self._setup_sampling()]
         if self._config.reference is not None:
@@ -102,15 +123,15 @@ class BuiltinBackend(RemoteBackend):
         return list(await asyncio.gather(*(self._generate_one(request) for request in requests)))
 
     async def sync_weights(self, *, keep_cache: bool = False) -> int:
-        version = self._version + 1
+        version = 1 + max(await self._call_all(self._names("sampling"), "weight_version"))
+        folder = os.path.join(self._run_dir, WEIGHTS_FOLDER)
         exported = await self._call_all(
-            self._names("policy"), "export_weights", self._weights_dir, version, self._config.sync_dtype
+            self._names("policy"), "export_weights", folder, version, self._config.sync_dtype
         )
         held = await self._call_all(self._names("sampling"), "sync_weights", exported[0], version, keep_cache)
         if any(engine_version != version for engine_version in held):
             raise ArcticError(f"weight sync {version} left the engines at versions {held}")
-        remove_weights(self._weights_dir, keep=version)
-        self._version = version
+        remove_weights(folder, keep=version)
         self._prompt_engine.clear()
         self._session_engine.clear()
         return version
@@ -179,8 +200,23 @@ class BuiltinBackend(RemoteBackend):
         )
         return True
 
-    async def save_hf_model(self, directory: str) -> None:
-        await self._call_all(self._names("policy"), "save_hf_model", directory)
+    async def save_weights(self, directory: str) -> None:
+        await self._call_all(self._names("policy"), "save_weights", directory)
+
+    async def weight_norm(self, job: str) -> float:
+        return (await self._call_all(self._names(job), "weight_norm"))[0]
+
+    async def sleep_training(self) -> None:
+        await self._call_all(self._names("policy"), "sleep")
+
+    async def wake_training(self) -> None:
+        await self._call_all(self._names("policy"), "wake")
+
+    async def sleep_log_prob(self) -> None:
+        await self._call_all(self._names("ref"), "sleep")
+
+    async def wake_log_prob(self) -> None:
+        await self._call_all(self._names("ref"), "wake")
 
     async def start_profile(self, settings: dict[str, Any]) -> None:
         await self._call_all(self._names("policy"), "start_profile", settings)
@@ -200,11 +236,21 @@ class BuiltinBackend(RemoteBackend):
         return dict(zip(names, await self._call_all(names, "engine_config"), strict=True))
 
     async def destroy(self) -> None:
-        import ray
+        if not self._attached:
+            await self.shutdown()
+            return
+        self._stop_watching()
+        self._actors.clear()
 
+    def _stop_watching(self) -> None:
         for watch in self._watches.values():
             watch.cancel()
         self._watches.clear()
+
+    async def shutdown(self) -> None:
+        import ray
+
+        self._stop_watching()
         shutdowns = [self._actors[name].shutdown.remote() for name in self._names("sampling")]
         if shutdowns:
             await asyncio.to_thread(
@@ -226,7 +272,6 @@ class BuiltinBackend(RemoteBackend):
         for worker in plan.workers:
             self._actors[f"{worker.job}-{worker.rank}"] = self._start_actor(worker, len(plan.of(worker.job)))
         self._outstanding = dict.fromkeys(self._names("sampling"), 0)
-        self._watches = {name: asyncio.ensure_future(_as_future(self._watch(name))) for name in self._actors}
 
     def _watch(self, name: str) -> Any:
         method = self._actors[name].watch
@@ -240,7 +285,9 @@ class BuiltinBackend(RemoteBackend):
         name = f"{worker.job}-{worker.rank}"
         if worker.job == "sampling":
             spec = dataclasses.replace(
-                self._config.sampling, log_file=self._log_file(name), scratch_directory=self._scratch_dir
+                self._config.sampling,
+                log_file=self._log_file(name),
+                scratch_directory=os.path.join(self._run_dir, SCRATCH_FOLDER),
             )
             return ray.remote(SamplingWorker).options(**options, max_concurrency=10_000).remote(spec)
         spec = self._config.policy if worker.job == "policy" else self._config.reference
@@ -251,7 +298,6 @@ class BuiltinBackend(RemoteBackend):
         names = self._names(job)
         address, port = await self._call(names[0], "address")
         await self._call_all(names, "setup", address, port, num_training_steps)
-        self._sharing[job] = await self._call(names[0], "sharing_cost")
 
     async def _setup_sampling(self) -> None:
         await self._call_all(self._names("sampling"), "setup")
@@ -262,6 +308,8 @@ class BuiltinBackend(RemoteBackend):
         meta = dict(meta)
         max_tokens = meta.pop("max_token_len_per_gpu")
         names = self._names(job)
+        if job not in self._sharing:
+            self._sharing[job] = await self._call(names[0], "sharing_cost")
         cost, can_share = self._sharing[job]
         plan = plan_ranks(batch, len(names), cost, shared=can_share and meta["zorro_train_enable"] is not False)
         calls = {
@@ -276,7 +324,7 @@ class BuiltinBackend(RemoteBackend):
         await self._running.wait()
         name = self._choose_engine(request["prompt_token_ids"], request.get("session_id"))
         self._request_count += 1
-        request_id = f"{name}-{self._request_count}"
+        request_id = f"{name}-{self._client_id}-{self._request_count}"
         self._outstanding[name] += 1
         try:
             return await self._call(
@@ -314,6 +362,8 @@ class BuiltinBackend(RemoteBackend):
         """Results of one call a worker; the first failure of a call, or the death of any worker, ends the wait."""
         if not calls:
             return []
+        if not self._watches:
+            self._watches = {name: asyncio.ensure_future(_as_future(self._watch(name))) for name in self._actors}
         futures = {name: asyncio.ensure_future(_as_future(ref)) for name, ref in calls.items()}
         pending: set[Awaitable] = set(futures.values())
         try:

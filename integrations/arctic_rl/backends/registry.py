@@ -2,63 +2,184 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
+import sys
+import types
 from collections.abc import Callable
-from functools import cache
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..config import nearest
 from ..errors import ConfigError
-from .base import RemoteBackend
 
-Loader = Callable[[], type[RemoteBackend]]
+if TYPE_CHECKING:
+    from ..server.specs import ServerConfig
+    from .base import RemoteBackend
+    from .handle import BackendHandle
 
-_LOADERS: dict[str, Loader] = {}
+Loader = Callable[[], type]
+Registered = TypeVar("Registered", bound=Callable)
+
+HOW_TO_REGISTER = (
+    "register your own with RemoteBackendRegistry.register(name), or write the dotted path of its class or loader"
+)
 
 
-def register(name: str) -> Callable[[Loader], Loader]:
-    """Register a zero-argument loader of a ``RemoteBackend`` class under a name.
+def _process_wide(name: str) -> dict[str, Any]:
+    """One table a process: this file is imported twice where the alias package is used too."""
+    holder = sys.modules.setdefault("_arctic_rl_backend_tables", types.ModuleType("_arctic_rl_backend_tables"))
+    return holder.__dict__.setdefault(name, {})
 
-    Raises:
-        ConfigError: when another loader holds the name.
+
+class RemoteBackendRegistry:
+    """Backends, and the classes that forward calls to them, by name.
+
+    A loader takes no argument and returns a class. It runs once, when the class is first asked for. A name with a dot
+    in it that nobody registered is the path of a class or of a loader.
     """
 
-    def add(loader: Loader) -> Loader:
-        if _LOADERS.get(name, loader) is not loader:
-            raise ConfigError(f"a remote backend named {name!r} is registered already: choose another name")
-        _LOADERS[name] = loader
-        return loader
+    _loaders: dict[str, Loader] = _process_wide("backends")
+    _workers: dict[str, Loader] = _process_wide("workers")
+    _loaded: dict[tuple[str, str], type] = _process_wide("loaded")
 
-    return add
+    @classmethod
+    def register(cls, name: str) -> Callable[[Registered], Registered]:
+        """Register a ``RemoteBackend`` class, or a loader of one, under a name; a decorator.
 
+        Raises:
+            ConfigError: something else holds the name.
+        """
 
-def check_name(name: str) -> None:
-    """Refuse an unknown backend without loading a known one.
+        def add(backend: Registered) -> Registered:
+            _add(cls._loaders, "remote backend", name, backend)
+            return backend
 
-    Raises:
-        ConfigError: for an unknown name, with the known ones.
-    """
-    if name not in _LOADERS:
+        return add
+
+    @classmethod
+    def register_worker(cls, name: str, loader: Loader) -> None:
+        """Register the loader of the class that a framework runs in its own worker group to forward calls.
+
+        It is built as ``BackendForwarder`` is, which a backend without a class of its own gets.
+
+        Raises:
+            ConfigError: something else holds the name.
+        """
+        _add(cls._workers, "forwarding worker", name, loader)
+
+    @classmethod
+    def names(cls) -> list[str]:
+        """Registered backends, sorted."""
+        return sorted(cls._loaders)
+
+    @classmethod
+    def check_name(cls, name: str) -> None:
+        """Refuse an unknown backend without loading a known one; a dotted path is imported.
+
+        Raises:
+            ConfigError: for an unknown name, with the known ones, and for a path that leads nowhere.
+        """
+        if name in cls._loaders:
+            return
+        if "." in name:
+            cls.get(name)
+            return
         raise ConfigError(
-            f"trainer.arctic_rl.backend={name!r} is not registered: {nearest(name, _LOADERS)} "
-            "(register your own with integrations.arctic_rl.backends.registry.register)"
+            f"trainer.arctic_rl.backend={name!r} is not registered: {nearest(name, cls._loaders)} ({HOW_TO_REGISTER})"
         )
 
+    @classmethod
+    def get(cls, name: str) -> type[RemoteBackend]:
+        """The backend class of a name or a dotted path, loaded once.
 
-def get(name: str) -> type[RemoteBackend]:
-    """The backend class of a name, loaded once.
+        Raises:
+            ConfigError: see ``check_name``; the loader fails, or what it returns is no ``RemoteBackend``.
+        """
+        if name not in cls._loaders and "." not in name:
+            cls.check_name(name)
+        return cls._once("backend", name, cls._loaders.get(name) or (lambda: _from_path(name)))
+
+    @classmethod
+    def get_worker(cls, name: str) -> type:
+        """The class that forwards calls to a backend from a framework's worker group, loaded once.
+
+        Raises:
+            ConfigError: the backend is unknown.
+        """
+        if name not in cls._workers:
+            cls.check_name(name)
+        return cls._once("worker", name, cls._workers.get(name, _forwarder))
+
+    @classmethod
+    def attach(cls, handle: BackendHandle, config: ServerConfig) -> RemoteBackend:
+        """A backend on the server that ``reconnect_handle`` described, in any process.
+
+        Raises:
+            ConfigError: the handle's backend is not known here.
+        """
+        return cls.get(handle.backend).from_config(config, handle)
+
+    @classmethod
+    def _once(cls, kind: str, name: str, loader: Loader) -> type:
+        key = (kind, name)
+        if key not in cls._loaded:
+            loaded = loader()
+            if not isinstance(loaded, type):
+                raise ConfigError(f"the loader of the {kind} {name!r} returned {loaded!r}, which is not a class")
+            cls._loaded[key] = loaded
+        return cls._loaded[key]
+
+
+def _add(table: dict[str, Loader], kind: str, name: str, entry: Any) -> None:
+    if not callable(entry):
+        raise ConfigError(f"the {kind} {name!r} is {entry!r}: register a class or a function that returns one")
+    loader = entry
+    if isinstance(entry, type):
+        loader = table[name] if getattr(table.get(name), "loads", None) is entry else _ready(entry)
+    if table.get(name, loader) is not loader:
+        raise ConfigError(f"a {kind} named {name!r} is registered already: choose another name")
+    table[name] = loader
+
+
+def _ready(entry: type) -> Loader:
+    def load() -> type:
+        return entry
+
+    load.loads = entry
+    return load
+
+
+def _from_path(path: str) -> type:
+    """The class at a dotted path, or the one that a loader there returns.
 
     Raises:
-        ConfigError: see ``check_name``.
+        ConfigError: nothing is there, with the reason.
     """
-    check_name(name)
-    return _load(name)
+    setting = f"trainer.arctic_rl.backend={path!r}"
+    module_name, _, attribute = path.rpartition(".")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:
+        raise ConfigError(
+            f"{setting}: the module {module_name!r} does not import: {type(error).__name__}: {error}"
+        ) from error
+    if attribute not in vars(module):
+        raise ConfigError(f"{setting}: {module_name!r} has no {attribute!r}: {nearest(attribute, vars(module))}")
+    entry = vars(module)[attribute]
+    if inspect.isfunction(entry):
+        entry = entry()
+    if not isinstance(entry, type) or "from_config" not in dir(entry):
+        raise ConfigError(f"{setting} is {entry!r}: write the path of a RemoteBackend class, or of its loader")
+    return entry
 
 
-@cache
-def _load(name: str) -> type[RemoteBackend]:
-    return _LOADERS[name]()
+def _forwarder() -> type:
+    from .forwarder import BackendForwarder
+
+    return BackendForwarder
 
 
-@register("builtin")
+@RemoteBackendRegistry.register("builtin")
 def _builtin() -> type[RemoteBackend]:
     from .builtin import BuiltinBackend
 

@@ -7,8 +7,11 @@ import threading
 from datetime import timedelta
 from typing import Any
 
+from ..errors import ArcticError
 from .process import free_address, own_process_ids, redirect_output, seed_everything
 from .specs import TrainingSpec
+
+_JOBS = {"policy": "training", "ref": "log_prob"}
 
 
 class TrainingWorker:
@@ -27,6 +30,7 @@ class TrainingWorker:
         self._scheduler: Any = None
         self._num_training_steps = 0
         self._profiler: Any = None
+        self._asleep = False
 
     def address(self) -> tuple[str, int]:
         """An address at which rank 0 can be met."""
@@ -95,6 +99,7 @@ class TrainingWorker:
         ``micro_batches``, how many the rows took."""
         from ..processors.pipeline import run_counted
 
+        self._check_awake()
         result, micro_batches = run_counted(
             self._engine,
             (),
@@ -108,6 +113,25 @@ class TrainingWorker:
             return_tensors=True,
         )
         return result | {"micro_batches": micro_batches}
+
+    def sleep(self) -> None:
+        """Refuse to compute until ``wake``. On CPUs the memory stays taken: host memory is where it would go."""
+        self._asleep = True
+
+    def wake(self) -> None:
+        self._asleep = False
+
+    def _check_awake(self) -> None:
+        if self._asleep:
+            raise ArcticError(f"the {self._spec.role} ranks sleep: call wake_{_JOBS[self._spec.role]} first")
+
+    def weight_norm(self) -> float:
+        """L2 norm of all parameters, tied ones once, summed in float64; every rank must be called."""
+        from .engine import full_parameters
+
+        stage = self._spec.zero_stage if self._spec.role == "policy" else 0
+        squares = [value.double().square().sum().item() for _, value in full_parameters(self._engine, stage)]
+        return sum(squares) ** 0.5
 
     def learning_rate(self) -> float:
         """The learning rate that the next optimizer step uses."""
@@ -124,6 +148,7 @@ class TrainingWorker:
         """
         import math
 
+        self._check_awake()
         lr = self.learning_rate()
         self._engine.step()
         norm = float(self._engine.get_global_grad_norm())
@@ -156,7 +181,6 @@ class TrainingWorker:
         """
         import torch
 
-        from ..errors import ArcticError
         from .weights import TensorSpec, compare_manifest, iter_weights, read_manifest
 
         parameters = dict(self._engine.module.named_parameters())
@@ -230,7 +254,7 @@ class TrainingWorker:
             set_random_state(shares[self._rank]["random"])
         return outcome
 
-    def save_hf_model(self, directory: str) -> None:
+    def save_weights(self, directory: str) -> None:
         """Write the policy as a Hugging Face model folder (``server.hf_export``); every rank must be called."""
         from .hf_export import export_model
 
