@@ -11,7 +11,7 @@ from .config import BirdEnvConfig
 from .extract import parse_response
 from .outcome import FULL_REWARD, Outcome
 from .parts import Part, run_here
-from .reward import Score, failed_score, score_parts, score_record
+from .score import Score, failed_score, score_parts, score_record
 from .task import read_task
 
 type FailureCause = Literal["timed_out", "out_of_memory", "scorer_failed"]

@@ -5,6 +5,8 @@ long (the deadline is checked between virtual-machine steps), and bounding memor
 these runs the query in a process that can be killed and has a memory limit.
 """
 
+import contextlib
+import re
 import sqlite3
 import time
 from collections.abc import Callable
@@ -25,13 +27,16 @@ FORBIDDEN_STARTS = frozenset(
 )  # fmt: skip
 """First words of statements that never read."""
 
+_EXPLAIN = frozenset({"EXPLAIN", "QUERY", "PLAN"})
+
 FORBIDDEN_FUNCTIONS = frozenset(
     {"load_extension", "fts3_tokenizer", "readfile", "writefile", "edit", "lsmode", "sqlar_uncompress", "zipfile"}
 )
 """SQL functions that load code or touch files, in builds of SQLite that have them."""
 
-FORBIDDEN_TABLES = frozenset({"fsdir", "zipfile", "csv", "vfsstat", "sqlite_dbpage"})
-"""Table-valued functions and virtual tables that read files, in builds of SQLite that have them."""
+FORBIDDEN_TABLES = frozenset({"fsdir", "zipfile", "vfsstat", "sqlite_dbpage"})
+"""Virtual tables that read files and need no CREATE, in builds of SQLite that have them; a table of the database's own
+that has such a name may be read."""
 
 PRAGMAS_ABOUT_A_NAME = frozenset(
     {"table_info", "table_xinfo", "index_list", "index_info", "index_xinfo", "foreign_key_list"}
@@ -43,6 +48,7 @@ TABLE_FUNCTIONS = frozenset(
 
 PRAGMAS_WITHOUT_ARGUMENT = frozenset({"table_list", "data_version", "encoding", "page_size"})
 
+_IS_VIRTUAL = "type = 'table' AND sql LIKE 'CREATE VIRTUAL%'"
 _OPCODES_PER_CHECK = 1000
 _CACHE_KIB = 2000
 _READ_ACTIONS = frozenset({sqlite3.SQLITE_SELECT, sqlite3.SQLITE_RECURSIVE})
@@ -69,6 +75,7 @@ _UNREADABLE = frozenset(
     }
 )
 _MAX_ERROR_CHARACTERS = 500
+_ABSENT = re.compile(r"no such (?P<kind>function|table): (?P<name>\w+)\Z")
 
 
 class ScorerError(RuntimeError):
@@ -148,7 +155,7 @@ def run_query(
             else (Outcome.SQL_ERROR, "the query is empty")
         )
         return QueryResult(outcome, error)
-    word = first_word(statements[0])
+    word = first_word(statements[0], skip=_EXPLAIN)
     if word in FORBIDDEN_STARTS:
         return QueryResult(Outcome.FORBIDDEN, f"{word} is not a read")
     return _run_statement(db_path, statements[0], limits, start, expected, reverse_unordered)
@@ -208,6 +215,7 @@ def _run_watched(
     connection = handle.connection
     try:
         _connect_virtual_tables(connection, statement)
+        guard.own_tables = _own_tables(connection)
         _confine(connection, limits, guard, spills=spills)
         cursor = connection.execute(statement)
         for row in cursor:
@@ -272,25 +280,26 @@ class _Guard:
         self.deadline = deadline
         self.expired = False
         self.refused = ""
+        self.own_tables: frozenset[str] = frozenset()
 
     def interrupt(self) -> bool:
         self.expired = time.monotonic() > self.deadline
         return self.expired
 
     def authorize(self, action: int, first: str | None, second: str | None, *_: str | None) -> int:
-        refusal = _refusal(action, first, second)
+        refusal = _refusal(action, first, second, self.own_tables)
         if not refusal:
             return sqlite3.SQLITE_OK
         self.refused = self.refused or refusal
         return sqlite3.SQLITE_DENY
 
 
-def _refusal(action: int, first: str | None, second: str | None) -> str:
+def _refusal(action: int, first: str | None, second: str | None, own_tables: frozenset[str]) -> str:
     """Returns why SQLite's authorizer must refuse an action, or "" if it is a confined read."""
     if action in _READ_ACTIONS:
         return ""
     if action == sqlite3.SQLITE_READ:
-        return f"reading {first}" if (first or "").lower() in FORBIDDEN_TABLES else ""
+        return f"reading {first}" if (first or "").lower() in FORBIDDEN_TABLES - own_tables else ""
     if action == sqlite3.SQLITE_FUNCTION:
         return f"function {second}" if (second or "").lower() in FORBIDDEN_FUNCTIONS else ""
     if action == sqlite3.SQLITE_PRAGMA:
@@ -336,10 +345,20 @@ def _connect_virtual_tables(connection: sqlite3.Connection, statement: str) -> N
     for function in sorted(TABLE_FUNCTIONS):
         if function in lowered:
             connection.execute(f"SELECT 1 FROM {function} LIMIT 0")
-    tables = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table' AND sql LIKE 'CREATE VIRTUAL%'")
-    for (table,) in tables.fetchall():
-        if table.lower() in lowered:
+    for (table,) in connection.execute(f"SELECT name FROM sqlite_master WHERE {_IS_VIRTUAL}").fetchall():
+        # one that cannot be connected fails in the statement too, should that read it
+        with contextlib.suppress(sqlite3.Error, UnicodeError):
             connection.execute("SELECT 1 FROM {} LIMIT 0".format('"' + table.replace('"', '""') + '"'))
+
+
+def _own_tables(connection: sqlite3.Connection) -> frozenset[str]:
+    """Returns which of the names in `FORBIDDEN_TABLES` are tables or views of the database itself."""
+    names = connection.execute(
+        f"SELECT lower(name) FROM sqlite_master WHERE type IN ('table', 'view') AND NOT ({_IS_VIRTUAL}) "
+        f"AND lower(name) IN ({', '.join('?' * len(FORBIDDEN_TABLES))})",
+        sorted(FORBIDDEN_TABLES),
+    )
+    return frozenset(name for (name,) in names.fetchall())
 
 
 def _lower_heap_limit(connection: sqlite3.Connection, heap_bytes: int) -> None:
@@ -367,8 +386,16 @@ def _classify(failure: sqlite3.Error | UnicodeError, guard: _Guard, db_path: Pat
     exhausted = (sqlite3.SQLITE_TOOBIG, sqlite3.SQLITE_NOMEM, sqlite3.SQLITE_INTERRUPT)
     if code in exhausted or extended == sqlite3.SQLITE_IOERR_NOMEM:
         return Outcome.OUT_OF_MEMORY, str(failure)
-    if code in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_AUTH):
+    if code in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_AUTH) or _names_forbidden(str(failure)):
         return Outcome.FORBIDDEN, str(failure)
     if code in _UNREADABLE and extended != sqlite3.SQLITE_CORRUPT_VTAB:
         raise ScorerError(f"database {db_path!r} cannot be read: {failure}") from failure
     return Outcome.SQL_ERROR, str(failure)
+
+
+def _names_forbidden(message: str) -> bool:
+    """Says whether a query asks for a function or table that is forbidden, and that this build of SQLite lacks."""
+    absent = _ABSENT.match(message)
+    if absent is None:
+        return False
+    return absent["name"].lower() in (FORBIDDEN_FUNCTIONS if absent["kind"] == "function" else FORBIDDEN_TABLES)

@@ -13,7 +13,7 @@ from .handles import FileIdentity
 from .multi_turn_config import BirdMultiTurnConfig
 from .outcome import Outcome
 from .parts import Part
-from .reward import failed_score, score_parts
+from .score import failed_score, score_parts
 from .tool import CALL_END, CALL_START, Look, LookUp, ReadTurn, find_call
 
 TOOL_INSTRUCTIONS = """\

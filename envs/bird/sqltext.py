@@ -44,9 +44,14 @@ def split_statements(sql: str) -> list[str]:
     return statements
 
 
-def first_word(sql: str) -> str:
-    """Returns the first word of `sql` in upper case, comments and opening parentheses skipped; "" if there is none."""
+def first_word(sql: str, *, skip: frozenset[str] = frozenset()) -> str:
+    """Returns the first word of `sql` in upper case, "" if there is none.
+
+    Comments, opening parentheses, and the words of `skip` before it are passed over.
+    """
     for kind, text, _ in tokens(sql):
+        if kind == "word" and text.upper() in skip:
+            continue
         if kind == "word":
             return text.upper()
         if kind != "space" and text != "(":

@@ -4,7 +4,7 @@ from benchmarks.sql_workload import REWARDS, jobs, questions, runaway, write_dat
 from envs.bird.config import BirdEnvConfig
 from envs.bird.execute import ExecutionLimits, run_query
 from envs.bird.outcome import Outcome
-from envs.bird.reward import score_response
+from envs.bird.score import score_response
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from ..config import BirdEnvConfig
 from ..execute import run_query
 from ..outcome import FULL_REWARD, Outcome
 from ..prompt import build_response
-from ..reward import Score, score_response, score_sql
+from ..score import Score, score_response, score_sql
 from ..sqltext import orders_rows, split_statements
 from .ties import tie_variants
 

@@ -214,7 +214,7 @@ class EnvPool:
         self._counters["calls"] += 1
         function = getattr(type(env), method)
         if hasattr(function, "in_parts"):
-            return await self._in_parts(getattr(env, function.in_parts)(*args, **kwargs))
+            return await self.run_in_parts(getattr(env, function.in_parts)(*args, **kwargs))
         call = _Call(env, method, args, kwargs, returns_state=True)
         limit = _time_limit(env, method, self.config)
         if type(env) in self._thread_only:
@@ -227,7 +227,11 @@ class EnvPool:
         env.__dict__.update(returned.__dict__)
         return result
 
-    async def _in_parts(self, parts: Generator[list[Part], list[Any], Any]) -> Any:
+    async def run_in_parts(self, parts: Generator[list[Part], list[Any], Any]) -> Any:
+        """Run what a generator yields (see ``Part``) in workers, and return what it returns.
+
+        Raises what ``call`` raises of a part, unless the generator catches it.
+        """
         try:
             wanted = next(parts)
             while True:

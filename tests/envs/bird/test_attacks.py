@@ -12,7 +12,8 @@ from envs.bird.config import BirdEnvConfig
 from envs.bird.execute import ExecutionLimits, run_query
 from envs.bird.extract import parse_response
 from envs.bird.outcome import Outcome
-from envs.bird.reward import compute_score, score_response
+from envs.bird.reward import compute_score
+from envs.bird.score import score_response
 
 LIMITS = ExecutionLimits(timeout_s=20.0, max_kept_rows=3)
 A, B = "a" * 3000, "%a" * 20_000

@@ -188,9 +188,63 @@ def test_the_authorizer_refuses_them_without_a_look_at_the_text(shop_db, tmp_pat
 
 def test_functions_that_touch_files_are_refused_where_a_build_has_them():
     for name in ("readfile", "WRITEFILE", "edit"):
-        assert execute._refusal(sqlite3.SQLITE_FUNCTION, None, name)
-    assert execute._refusal(sqlite3.SQLITE_READ, "fsdir", "name")
-    assert not execute._refusal(sqlite3.SQLITE_FUNCTION, None, "count")
+        assert execute._refusal(sqlite3.SQLITE_FUNCTION, None, name, frozenset())
+    assert execute._refusal(sqlite3.SQLITE_READ, "fsdir", "name", frozenset())
+    assert not execute._refusal(sqlite3.SQLITE_READ, "fsdir", "name", frozenset({"fsdir"}))
+    assert not execute._refusal(sqlite3.SQLITE_FUNCTION, None, "count", frozenset())
+
+
+@pytest.mark.parametrize(
+    "sql",
+    [
+        "SELECT readfile('/etc/passwd')", "SELECT WriteFile('x', 'y')", "SELECT edit('x')", "SELECT zipfile(1, 2)",
+        "SELECT * FROM fsdir('/etc')", "SELECT * FROM sqlite_dbpage",
+    ],
+)  # fmt: skip
+def test_and_where_it_lacks_them(shop_db, sql):
+    assert run_query(shop_db, sql, LIMITS).outcome is Outcome.FORBIDDEN
+
+
+def test_to_explain_a_write_is_as_forbidden_as_the_write(shop_db, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for sql in ("VACUUM INTO 'copy.sqlite'", "DELETE FROM t", "ATTACH 'x.sqlite' AS x"):
+        for explain in ("EXPLAIN", "explain query plan", "EXPLAIN /* x */ QUERY\nPLAN"):
+            assert run_query(shop_db, f"{explain} {sql}", LIMITS).outcome is Outcome.FORBIDDEN, (explain, sql)
+    assert run_query(shop_db, "EXPLAIN SELECT * FROM t", LIMITS).outcome is Outcome.OK
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_tables_are_read_whatever_they_are_called(tmp_path):
+    """Names that a module or a function has in some builds; virtual tables that the query names in quotes or not."""
+    path = tmp_path / "names.sqlite"
+    connection = sqlite3.connect(path)
+    names = ("fsdir", "ZipFile", "vfsstat", "csv", "readfile", "load_extension", "EXPLAIN")
+    for name in names:
+        connection.execute(f'CREATE TABLE "{name}"(x)')
+        connection.execute(f'INSERT INTO "{name}" VALUES (1)')
+    connection.executescript(
+        """
+        CREATE VIRTUAL TABLE "we""ird" USING fts5(x);
+        INSERT INTO "we""ird" VALUES (1);
+        CREATE VIEW v AS SELECT x FROM "we""ird";
+        """
+    )
+    connection.commit()
+    connection.close()
+    for name in (*names, 'we""ird', "v"):
+        assert run_query(path, f'SELECT x FROM "{name}"', LIMITS).rows == ((1,),), name
+    assert run_query(path, "SELECT count(*) FROM zipfile", LIMITS).rows == ((1,),)
+
+
+def test_a_table_whose_module_is_missing_costs_no_other_table_anything(tmp_path):
+    path = tmp_path / "missing.sqlite"
+    connection = sqlite3.connect(path)
+    connection.execute("CREATE TABLE t(x)")
+    connection.execute("CREATE VIRTUAL TABLE abcdefg USING fts5(x)")
+    connection.commit()
+    connection.close()
+    path.write_bytes(path.read_bytes().replace(b"abcdefg", b"ab\xffdefg").replace(b"USING fts5", b"USING xyz5"))
+    assert run_query(path, "SELECT * FROM t", LIMITS).outcome is Outcome.OK
 
 
 def test_tables_of_modules_can_be_read_but_not_written(tmp_path):

@@ -5,7 +5,7 @@ import random
 
 from envs.bird.config import BirdEnvConfig
 from envs.bird.outcome import Outcome
-from envs.bird.reward import score_response
+from envs.bird.score import score_response
 
 EXPRESSIONS = ["*", "1", "name", "t.id", "count(*)", "hex(zeroblob(99999))", "randomblob(2000)", "x'00'", "NULL", "?",
                "load_extension('x')", "'é\udce9'", "printf('%9999d', 1)", "(SELECT 1)", "sum(id)"]  # fmt: skip

@@ -8,7 +8,8 @@ from envs.bird.config import BirdEnvConfig
 from envs.bird.handles import file_identity
 from envs.bird.outcome import REWARDS, Outcome
 from envs.bird.parts import RunQuery
-from envs.bird.reward import compute_score, score_response, score_sql
+from envs.bird.reward import compute_score
+from envs.bird.score import score_response, score_sql
 
 CONFIG = BirdEnvConfig(timeout_s=5.0)
 ENDLESS = "WITH RECURSIVE c(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM c) SELECT count(*) FROM c"

@@ -83,6 +83,11 @@ def test_first_word(sql, word):
     assert first_word(sql) == word
 
 
+def test_first_word_behind_others():
+    assert first_word("Explain /* x */ (query) SELECT 1", skip=frozenset({"EXPLAIN"})) == "QUERY"
+    assert first_word("explain", skip=frozenset({"EXPLAIN"})) == ""
+
+
 @pytest.mark.parametrize(
     "sql, orders",
     [
