@@ -14,6 +14,7 @@ from .algorithm_rules import correction_refusals, loss_problems
 from .backends.registry import RemoteBackendRegistry
 from .config import PREFIX, ArcticRLConfig
 from .errors import UnsupportedError
+from .horizon import warmup_problems
 from .sampling_params import sampling_problems
 from .scoring_checks import scoring_problems
 from .server.sampling_spec import PROTECTED_ENGINE_ARGS
@@ -29,7 +30,7 @@ def setting_problems(cfg: Any) -> list[str]:
         cfg: a ``SkyRLTrainConfig`` with ``trainer.arctic_rl``.
     """
     losses = (loss_problems, correction_refusals, _own_loss)
-    checks = (_backend, _modules, _counts, _optimizer, _sampling, scoring_problems, *losses)
+    checks = (_backend, _modules, _counts, _optimizer, warmup_problems, _sampling, scoring_problems, *losses)
     lines = [line for check in checks for line in check(cfg)]
     # What is said already does not hide the rest, nor is it said twice.
     for check in (_not_finite, _server):

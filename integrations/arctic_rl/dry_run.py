@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 from .described_placement import described_plan
-from .horizon import horizon, horizon_problems
-from .inspection import Findings, setting_of
-from .prompt_dataset import check_data_files, make_prompt_dataset
+from .horizon import has_two_warmups, horizon
+from .inspection import Findings
+from .prompt_count import count_prompts
+from .resolved import rollout_lines, update_lines
 from .server_config import server_config
 from .support.entries import shown
 from .type_checks import without_mistyped
@@ -35,19 +35,12 @@ def report(cfg: Any, findings: Findings, prompts: int | str | None = None) -> st
         _section("Not on this machine; a run needs it", _bullets(findings.missing)),
         _section("Without effect here", _bullets(findings.ignored)),
         _section("Server", _server(cfg)),
+        _section("Updates", update_lines(cfg)),
+        _section("Rollouts", rollout_lines(cfg)),
         _section("Placement on the cluster that the recipe describes", _placement(cfg)),
         _section("Schedule", _schedule(cfg, count_prompts(cfg) if prompts is None else prompts)),
     ]
     return "\n\n".join(part for part in parts if part)
-
-
-def with_horizon(cfg: Any, findings: Findings, prompts: int | str) -> Findings:
-    """The findings, and what the size of the data set adds to them where that is known."""
-    if isinstance(prompts, str):
-        return findings
-    named = {setting_of(line) for line in findings.refused}
-    added = [line for line in horizon_problems(without_mistyped(cfg), prompts) if setting_of(line) not in named]
-    return dataclasses.replace(findings, refused=[*findings.refused, *added])
 
 
 def exit_status(findings: Findings) -> int:
@@ -113,31 +106,13 @@ def _schedule(cfg: Any, counted: int | str) -> list[str]:
     if isinstance(counted, int):
         steps = run.optimizer_steps(counted)
         return [f"horizon: {steps} optimizer steps = {run.formula()}, prompts = {counted}"]
-    return [
+    lines = [
         f"horizon: {run.formula()}",
         f"prompts is the data set's size without prompts that are too long: {counted}",
     ]
-
-
-def count_prompts(cfg: Any) -> int | str:
-    """The prompts that are trained on, or why they cannot be counted here."""
-    cfg = without_mistyped(cfg)
-    try:
-        check_data_files(cfg.data.train_data)
-    except ValueError:
-        return "it cannot be read here"
-    model = cfg.trainer.policy.model.path
-    if not model or not Path(model).expanduser().is_dir():
-        return f"the tokenizer of {model} is not here"
-    from skyrl.utils.tok import get_tokenizer
-
-    tokenizer = get_tokenizer(
-        model, trust_remote_code=True, use_fast=not cfg.trainer.disable_fast_tokenizer, padding_side="left"
-    )
-    dataset = make_prompt_dataset(
-        cfg.data.train_data,
-        tokenizer=tokenizer,
-        max_prompt_length=cfg.trainer.max_prompt_length,
-        chat_template_kwargs=cfg.generator.chat_template_kwargs,
-    )
-    return len(dataset)
+    if has_two_warmups(cfg):
+        lines.append(
+            f"warm-up: trainer.arctic_rl.lr_warmup_ratio={cfg.trainer.arctic_rl.lr_warmup_ratio} of it must be "
+            f"num_warmup_steps={cfg.trainer.policy.optimizer_config.num_warmup_steps}, or the run will be refused"
+        )
+    return lines

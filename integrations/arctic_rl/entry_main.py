@@ -119,7 +119,7 @@ class EntryMain:
             )
         try:
             with stand_ins(cfg):
-                check_config(cfg, self._unknown)
+                check_config(cfg, self._unknown, own_data=True)
         finally:
             self._checking = False
         self._checked = cfg

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import signal
 import sys
@@ -28,17 +27,27 @@ def main(experiment_class: type | None = None, config_class: type | None = None)
         config_class: its ``SkyRLTrainConfig`` subclass; None = ``SkyRLTrainConfig`` itself.
     """
     try:
-        run(load_config(sys.argv[1:], config_class), experiment_class)
+        run(load_config(sys.argv[1:], config_class, reads_own_data(experiment_class)), experiment_class)
     except ArcticError as error:
         sys.exit(f"error: {error}")
 
 
-def load_config(arguments: list[str], config_class: type | None = None) -> Any:
+def reads_own_data(experiment_class: type | None) -> bool:
+    """Whether a recipe's experiment makes its training data itself, so that ``data.train_data`` tells nothing."""
+    if experiment_class is None:
+        return False
+    from skyrl.train.entrypoints.main_base import BasePPOExp
+
+    return experiment_class.get_train_dataset is not BasePPOExp.get_train_dataset
+
+
+def load_config(arguments: list[str], config_class: type | None = None, own_data: bool = False) -> Any:
     """The validated config of a recipe.
 
     Args:
         arguments: ``key=value`` overrides.
         config_class: see ``main``.
+        own_data: see ``check_config``.
 
     Raises:
         ConfigError: with everything that stands against the run, a line each: settings that are unknown, out of range
@@ -47,11 +56,11 @@ def load_config(arguments: list[str], config_class: type | None = None) -> Any:
     from .skyrl_config import parse_what_is_known
 
     cfg, unknown = parse_what_is_known(arguments, config_class)
-    check_config(cfg, unknown)
+    check_config(cfg, unknown, own_data)
     return cfg
 
 
-def check_config(cfg: Any, unknown: Sequence[str] = ()) -> None:
+def check_config(cfg: Any, unknown: Sequence[str] = (), own_data: bool = False) -> None:
     """Refuse a parsed config that cannot be honoured, and warn of settings without effect.
 
     SkyRL's own ``validate_cfg`` is run on it, which also rewrites some settings. A dry run ends here: its report is
@@ -60,22 +69,22 @@ def check_config(cfg: Any, unknown: Sequence[str] = ()) -> None:
     Args:
         cfg: the config.
         unknown: lines about settings that its parser refused; not repeated where a check names the setting too.
+        own_data: the recipe may train on other data than ``data.train_data``, whose size then rules nothing.
 
     Raises:
         ConfigError: with everything that stands against the run, a line each.
     """
     from loguru import logger
 
-    from .dry_run import count_prompts, exit_status, report, with_horizon
-    from .inspection import inspect_config, setting_of
+    from .dry_run import exit_status, report
+    from .inspection import inspect_config
+    from .prompt_count import count_prompts, decisive_prompts, with_contents, with_horizon
 
-    findings = inspect_config(cfg)
-    named = {setting_of(line) for line in findings.refused}
-    left = [line for line in unknown if setting_of(line) not in named]
-    findings = dataclasses.replace(findings, refused=[*left, *findings.refused])
-    if cfg.trainer.arctic_rl.dry_run:
-        prompts = count_prompts(cfg)
-        findings = with_horizon(cfg, findings, prompts)
+    findings, dry = inspect_config(cfg, unknown), cfg.trainer.arctic_rl.dry_run
+    prompts = count_prompts(cfg) if dry else "of no interest" if own_data else decisive_prompts(cfg)
+    if not own_data:
+        findings = with_horizon(cfg, with_contents(cfg, findings), prompts)
+    if dry:
         print(report(cfg, findings, prompts))
         sys.exit(exit_status(findings))
     problems = [*findings.refused, *findings.missing]

@@ -1,4 +1,4 @@
-"""Exceptions of the integration. Each takes one message and survives pickling, so that it can cross a process."""
+"""Exceptions of the integration. Each survives pickling, so that it can cross a process."""
 
 
 class ArcticError(RuntimeError):
@@ -7,6 +7,17 @@ class ArcticError(RuntimeError):
 
 class UnsupportedError(ArcticError, ValueError):
     """A setting or a call that cannot be served; the message names it and what to write instead."""
+
+
+class PackingError(UnsupportedError):
+    """A model that cannot run packed rows; its message is ``reason``, and what a caller of the pipeline can do."""
+
+    def __init__(self, reason: str, advice: str) -> None:
+        super().__init__(reason, advice)
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return "; ".join(self.args)
 
 
 class WorkerDiedError(ArcticError):

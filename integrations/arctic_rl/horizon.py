@@ -48,6 +48,47 @@ def horizon(cfg: Any) -> Horizon:
     )
 
 
+def warmup_problems(cfg: Any) -> Iterator[str]:
+    """A share and a number of warm-up steps that agree for no size of the data set, as a line.
+
+    Args:
+        cfg: a ``SkyRLTrainConfig`` with ``trainer.arctic_rl``, whose values are of their types.
+    """
+    from .server.schedule import two_warmups
+    from .server_config import optimizer_spec
+
+    if not has_two_warmups(cfg):
+        return
+    run, spec = horizon(cfg), optimizer_spec(cfg)
+    ratio, steps = spec.lr_warmup_ratio, spec.num_warmup_steps
+    if min(run.steps_per_batch, run.epochs) < 1 or not 0 < ratio <= 1 or steps < 0:
+        return
+    # The share of a longer data set is never less, and between these two it is as long as stated.
+    batches = steps / (ratio * run.steps_per_batch * run.epochs)
+    counts = {max(1, whole) * run.prompts_per_batch for whole in (math.floor(batches), math.ceil(batches))}
+    if not any(_warmups_agree(cfg, prompts) for prompts in counts):
+        yield two_warmups(spec, "another number of optimizer steps whatever the size of the data set")
+
+
+def has_two_warmups(cfg: Any) -> bool:
+    """Whether warm-up is given as a share and as a number, of a recipe whose batch sizes and betas can be."""
+    ratio, optimizer = cfg.trainer.arctic_rl.lr_warmup_ratio, cfg.trainer.policy.optimizer_config
+    sizes = (cfg.trainer.train_batch_size, cfg.trainer.policy_mini_batch_size)
+    known = ratio is not None and math.isfinite(ratio) and len(optimizer.adam_betas) == 2 and min(sizes) > 0
+    return known and optimizer.num_warmup_steps != 0
+
+
+def _warmups_agree(cfg: Any, prompts: int) -> bool:
+    from .server.schedule import warmup_steps
+    from .server_config import optimizer_spec
+
+    try:
+        warmup_steps(optimizer_spec(cfg), horizon(cfg).optimizer_steps(prompts))
+    except UnsupportedError:
+        return False
+    return True
+
+
 def horizon_problems(cfg: Any, prompts: int) -> Iterator[str]:
     """What a data set of ``prompts`` prompts that are not too long makes impossible, a line each.
 
@@ -68,8 +109,7 @@ def horizon_problems(cfg: Any, prompts: int) -> Iterator[str]:
             "or name more data"
         )
         return
-    ratio, betas = trainer.arctic_rl.lr_warmup_ratio, trainer.policy.optimizer_config.adam_betas
-    if ratio is None or not math.isfinite(ratio) or len(betas) != 2:
+    if not has_two_warmups(cfg):
         return
     try:
         warmup_steps(optimizer_spec(cfg), horizon(cfg).optimizer_steps(prompts))

@@ -7,7 +7,7 @@ import linecache
 import os
 import re
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,20 +33,23 @@ class Findings:
     """Settings that change nothing, a line for each reason."""
 
 
-def inspect_config(cfg: Any) -> Findings:
+def inspect_config(cfg: Any, unknown: Sequence[str] = ()) -> Findings:
     """Check a parsed config; SkyRL's own ``validate_cfg`` is run on it, which rewrites some settings.
 
     Args:
         cfg: a ``SkyRLTrainConfig`` with ``trainer.arctic_rl``.
+        unknown: lines about settings that its parser refused; not repeated where a check names the setting too.
     """
     mistyped = type_problems(cfg)
     cfg = without_mistyped(cfg)
     imports = import_recipe_modules(cfg)
-    ignored = without_effect(cfg)
     refused = [*mistyped, *imports, *refusals(cfg), *recipe_problems(cfg)]
-    named = {setting_of(line) for line in refused}
+    named = _settings_of(refused)
     refused += [line for line in setting_problems(cfg) if setting_of(line) not in named]
     refused += model_kind_problems(cfg)
+    named = _settings_of(refused)
+    refused = [*(line for line in unknown if setting_of(line) not in named), *refused]
+    ignored = without_effect(cfg, refused=_settings_of(refused))
     files = [*data_problems(cfg), *model_problems(cfg), *checkpoint_problems(cfg)]
     missing = [*files, *_key_problems(cfg), *worker_count_problems(cfg)]
     return Findings(_distinct([*refused, *_skyrl_problems(cfg)]), missing, ignored)
@@ -69,18 +72,21 @@ def _skyrl_problems(cfg: Any) -> list[str]:
             validate_cfg(cfg)
     except (AssertionError, ValueError, NotImplementedError, ArithmeticError, TypeError, AttributeError) as error:
         frame = traceback.extract_tb(error.__traceback__)[-1]
-        message = " ".join(str(error).split()) or _failed_statement(frame, cfg)
+        message = " ".join(str(error).split())
+        if not message or isinstance(error, ArithmeticError):
+            failed = "cannot be computed" if message else "does not hold"
+            message = f"{message}: {_failed_statement(frame, cfg, failed)}".removeprefix(": ")
         return [f"SkyRL's own check: {message} ({type(error).__name__} in {frame.name})"]
     return []
 
 
-def _failed_statement(frame: traceback.FrameSummary, cfg: Any) -> str:
-    """The source of a check without a message, and the values of the settings in it."""
+def _failed_statement(frame: traceback.FrameSummary, cfg: Any, failed: str) -> str:
+    """The source of a check that does not name its settings, and their values."""
     lines = [linecache.getline(frame.filename, number) for number in range(frame.lineno, frame.end_lineno + 1)]
     source = " ".join(" ".join(lines).split())
     settings = dict.fromkeys(re.findall(r"\bcfg\.([a-z_]+(?:\.[a-z_]+)+)", source))
     values = [f"{name}={shown(value_of(cfg, name))}" for name in settings if name in skyrl_leaves()]
-    return f"{source} does not hold{' with ' + ' and '.join(values) if values else ''}; change one of them"
+    return f"{source} {failed}{' with ' + ' and '.join(values) if values else ''}; change one of them"
 
 
 @contextlib.contextmanager
@@ -99,6 +105,10 @@ def _key_for_checks() -> Iterator[None]:
 def setting_of(line: str) -> str:
     """The setting that a line is about."""
     return re.split("[=:]", line, maxsplit=1)[0]
+
+
+def _settings_of(lines: Iterable[str]) -> set[str]:
+    return {setting_of(line) for line in lines}
 
 
 def _distinct(lines: list[str]) -> list[str]:

@@ -56,6 +56,7 @@ def model_kind_problems(cfg: Any) -> Iterator[str]:
         if config.get("vision_config") is not None:
             yield f"{setting}: a multimodal model, and those are not there yet; use a text model"
         yield from _context_problems(setting, config, cfg)
+        yield from _attention_problems(setting, config, cfg)
 
 
 def _context_problems(setting: str, config: dict[str, Any], cfg: Any) -> Iterator[str]:
@@ -76,6 +77,21 @@ def _context_problems(setting: str, config: dict[str, Any], cfg: Any) -> Iterato
             f"{setting}: its context of {context} tokens is shorter than trainer.max_prompt_length and "
             f"max_generate_length together ({needed}); lower one of them"
         )
+
+
+def _attention_problems(setting: str, config: dict[str, Any], cfg: Any) -> Iterator[str]:
+    text = config.get("text_config", config)
+    window, needed = text.get("sliding_window"), tokens_of_a_rollout(cfg)
+    windowed = isinstance(window, int) and text.get("use_sliding_window", True) and needed > window
+    if windowed and cfg.trainer.arctic_rl.use_zorro is False:
+        yield (
+            f"trainer.arctic_rl.use_zorro=false: {setting} has a sliding window of {window} tokens, which CPUs then "
+            f"compute no longer rows with, and trainer.max_prompt_length and max_generate_length are {needed} "
+            "together; leave it out, or lower these"
+        )
+    dropout = text.get("attention_dropout")
+    if dropout and setting.startswith("trainer.policy."):
+        yield f"{setting}: attention_dropout={dropout} in its config.json is not done on CPUs; write 0.0 there"
 
 
 def _models(cfg: Any) -> list[tuple[str, str]]:

@@ -63,6 +63,25 @@ def _file_problem(name: str) -> str | None:
     return None
 
 
+def content_problems(data_files: Sequence[str], *, prompt_key: str = "prompt") -> list[str]:
+    """Parquet files that are none, or have no column of prompts, a line each; others are not looked into."""
+    import pyarrow
+    import pyarrow.parquet
+
+    problems = []
+    for name in data_files:
+        if Path(name).suffix.lower() != ".parquet":
+            continue
+        try:
+            columns = pyarrow.parquet.read_schema(name).names
+        except pyarrow.ArrowInvalid as error:
+            problems.append(f"{name}: not a parquet file ({' '.join(str(error).split())})")
+        else:
+            if prompt_key not in columns:
+                problems.append(f"{name}: no column {prompt_key!r}, its columns are {', '.join(columns)}")
+    return problems
+
+
 def count_rows(data_files: Sequence[str]) -> int | None:
     """Rows in all files together, from parquet footers and the lines of jsonl; None where only loading would tell.
 

@@ -311,6 +311,82 @@ def test_the_resolved_config_is_the_servers_and_holds_no_environment(monkeypatch
     assert not any("WANDB_API_KEY" in line for line in findings.missing)
 
 
+def section(overrides, title):
+    text = report(*inspected(overrides))
+    return [line.strip() for line in text.split(f"\n\n{title}\n")[1].split("\n\n")[0].splitlines()]
+
+
+class TestResolved:
+    """Settings that travel with each call, which the server's own config does not hold."""
+
+    def test_each_updates_loss(self):
+        correction = "trainer.algorithm.off_policy_correction"
+        lines = section(
+            [
+                "trainer.algorithm.policy_loss_type=cispo",
+                "trainer.algorithm.cispo.cispo_eps_clip_high=3.5",
+                "trainer.algorithm.kl_loss_coef=0.25",
+                "trainer.algorithm.kl_estimator_type=k2",
+                "trainer.algorithm.loss_reduction=sequence_mean",
+                "generator.sampling_params.temperature=0.6",
+                f"{correction}.tis_ratio_type=token",
+                f"{correction}.token_tis_ratio_clip_high=1.5",
+                "trainer.max_tokens_per_microbatch=777",
+            ],
+            "Updates",
+        )
+        for line in (
+            "policy_loss_type: cispo",
+            "policy_loss_config.cispo_eps_clip_high: 3.5",
+            "kl_loss_coef: 0.25",
+            "kl_loss_type: k2",
+            "temperature: 0.6",
+            "tokens_per_micro_batch: 777",
+        ):
+            assert line in lines
+        (weights,) = (line for line in lines if line.startswith("off_policy_correction: "))
+        assert "tis_ratio_type=token, token_tis_ratio_clip_high=1.5" in weights
+        assert "loss_reduction=sequence_mean" in lines[-1]
+
+    def test_a_loss_that_looks_beyond_a_row(self):
+        lines = section(
+            ["trainer.algorithm.policy_loss_type=kl_cov", "trainer.algorithm.kl_cov.kl_cov_frac=0.3"], "Updates"
+        )
+        assert {"policy_loss_config.kl_cov_frac: 0.3", "rows_per_micro_batch: 1"} <= set(lines)
+
+    def test_requests(self):
+        lines = section(
+            [
+                "generator.sampling_params.top_p=0.9",
+                "generator.sampling_params.stop=[END]",
+                "generator.sampling_params.additional_kwargs.presence_penalty=0.5",
+                "generator.eval_sampling_params.temperature=0.3",
+                "generator.eval_n_samples_per_prompt=4",
+            ],
+            "Rollouts",
+        )
+        (training,) = (line for line in lines if line.startswith("training: samples=5, "))
+        for part in ("temperature=1.0", "top_p=0.9", "stop=['END']", "presence_penalty=0.5", "logprobs=0"):
+            assert part in training
+        assert any(line.startswith("evaluation: samples=4, temperature=0.3") for line in lines)
+        assert not any(line.startswith("evaluation") for line in section(["trainer.eval_interval=-1"], "Rollouts"))
+
+
+def test_a_value_that_is_refused_is_not_said_to_have_no_effect_too():
+    override = "trainer.algorithm.dppo.dppo_type=foo"
+    cfg, unknown = parse_what_is_known([override, "trainer.flash_attn=false"])
+    findings = inspect_config(cfg, unknown)
+    (line,) = findings.refused
+    assert line.startswith(f"{override}: ")
+    assert [line.split(": ")[0] for line in findings.ignored] == ["trainer.flash_attn=false"]
+
+
+def test_a_check_of_skyrls_that_fails_to_compute_names_what_it_computes_with():
+    _, findings = inspected(["trainer.policy.sequence_parallel_size=2"])
+    (line,) = findings.refused
+    assert "modulo by zero" in line and "trainer.policy_mini_batch_size=256" in line and "cannot be computed" in line
+
+
 class TestPlacement:
     def table(self, *overrides):
         return described_plan(parse_config(list(overrides))).table().splitlines()

@@ -130,7 +130,7 @@ def in_process(monkeypatch):
 def accepted(monkeypatch):
     """Every config is accepted; returns those that were checked."""
     checked = []
-    monkeypatch.setattr(entry_main, "check_config", lambda cfg, unknown: checked.append(cfg))
+    monkeypatch.setattr(entry_main, "check_config", lambda cfg, unknown, own_data: checked.append(cfg))
     return checked
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import pickle
+import re
 import sys
 
 import pytest
@@ -339,6 +340,22 @@ class TestInspection:
         config = {"max_position_embeddings": 600, "rope_parameters": {"rope_type": "yarn", "factor": 4.0}}
         (tmp_path / "config.json").write_text(json.dumps(config))
         assert inspect_config(parse(f"trainer.policy.model.path={tmp_path}")).refused == []
+
+    @pytest.mark.parametrize(
+        ("config", "overrides", "said"),
+        [
+            ({"attention_dropout": 0.1}, [], "config.json is not done on CPUs; write 0.0"),
+            ({"sliding_window": 1000}, ["trainer.arctic_rl.use_zorro=false"], "use_zorro=false: .* 1000 .* 1536 tog"),
+            ({"sliding_window": 1000}, [], None),
+            ({"sliding_window": 1000, "use_sliding_window": False}, ["trainer.arctic_rl.use_zorro=false"], None),
+            ({"sliding_window": 1536}, ["trainer.arctic_rl.use_zorro=false"], None),
+        ],
+    )
+    def test_attention_that_cpus_do_not_compute(self, tmp_path, config, overrides, said):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        lines = inspect_config(parse(f"trainer.policy.model.path={tmp_path}", *overrides)).refused
+        assert len(lines) == (said is not None)
+        assert said is None or re.search(said, lines[0])
 
 
 ODD = {

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from ..errors import UnsupportedError
+from ..errors import PackingError, UnsupportedError
 from .packing import row_lengths
 
 __all__ = [
@@ -134,7 +134,7 @@ def varlen_attention_forward(
     if sliding_window is not None:
         longest = max((stop - start for _, start, stop in segments), default=0)
         if longest > sliding_window:
-            raise _refused("sliding_window", sliding_window, f"rows of {longest} tokens need 'flash_attention_2'")
+            raise _refused("sliding_window", sliding_window, f"make rows shorter, there is one of {longest} tokens")
 
     grouped = query.shape[1] != key.shape[1]
     pieces: list[torch.Tensor] = []
@@ -173,9 +173,10 @@ def _segments(
         if cu_seq_lens_k is not None and cu_seq_lens_k is not cu_seq_lens_q and cu_seq_lens_k.tolist() != borders:
             raise _refused("cu_seq_lens_k", cu_seq_lens_k.tolist(), "give the same borders as cu_seq_lens_q")
         if attention_mask is not None:
-            raise UnsupportedError(
+            raise PackingError(
                 f"attention {VARLEN_ATTENTION!r} got a mask {list(attention_mask.shape)} that the model made itself "
-                "beside the borders of packed rows: models of this family cannot be packed, pass pack=False"
+                "beside the borders of packed rows",
+                "models of this family cannot be packed, pass pack=False",
             )
         if num_rows != 1 or borders[0] != 0 or borders[-1] != width:
             raise ValueError(f"cu_seq_lens_q {borders} must span one packed row, got [{num_rows}, {width}] tokens")
@@ -201,7 +202,7 @@ def _padding(query: torch.Tensor, value: torch.Tensor, num_tokens: int) -> torch
     return query.new_zeros(num_tokens, query.shape[1], value.shape[-1])
 
 
-def _refused(name: str, setting: object, advice: str) -> UnsupportedError:
+def _refused(name: str, setting: object, advice: str) -> PackingError:
     if isinstance(setting, torch.Tensor):
         setting = f"a tensor {list(setting.shape)}"
-    return UnsupportedError(f"attention {VARLEN_ATTENTION!r} does not do {name}={setting}: {advice}")
+    return PackingError(f"attention {VARLEN_ATTENTION!r} does not do {name}={setting}", advice)

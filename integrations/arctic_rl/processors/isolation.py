@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import UnsupportedError
+from ..errors import PackingError, UnsupportedError
 from ..zorro.support import longest_exact_row
 from .attention import VARLEN_ATTENTION, attention_implementation
 from .model import ModelCall, run_model
@@ -94,9 +94,10 @@ def check_model(call: ModelCall, device: torch.device, *, packed: bool) -> None:
                 return
             if not packed or not isinstance(error, AttributeError | TypeError):
                 raise
-            raise UnsupportedError(
+            raise PackingError(
                 f"{type(module).__name__} cannot run packed rows, which come without an attention mask "
-                f"({type(error).__name__}: {error}); {_advice(module, device)}"
+                f"({type(error).__name__}: {error})",
+                _advice(module, device),
             ) from error
         if call.mode == "memory" and not plain:
             raise UnsupportedError(
@@ -143,17 +144,19 @@ def _check_isolation(
     one, other = before[others], after[others]
     experts = any(_EXPERTS.search(type(part).__name__) for part in module.modules())
     if not (_same(one, other) or (experts and _agree(one, other))):
-        raise UnsupportedError(
+        raise PackingError(
             f"{type(module).__name__} lets packed rows see each other{_loaded_with(implementation)}: changing one row "
-            f"moved the logits of its neighbours by up to {_largest(one, other):.3g}; {_advice(module, device)}"
+            f"moved the logits of its neighbours by up to {_largest(one, other):.3g}",
+            _advice(module, device),
         )
     last = slice(len(ids) - 1, None)
     alone = run_model(probe, pack_rows(ids[last], mask[last]))["logits"]
     if not _agree(alone, before[last]):
-        raise UnsupportedError(
+        raise PackingError(
             f"{type(module).__name__} gives a packed row other logits than the same row alone"
             f"{_loaded_with(implementation)}, by up to {_largest(alone, before[last]):.3g}: it does not use the "
-            f"restarting position_ids; {_advice(module, device)}"
+            "restarting position_ids",
+            _advice(module, device),
         )
 
 

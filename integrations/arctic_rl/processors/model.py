@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
-from ..errors import UnsupportedError
+from ..errors import PackingError, UnsupportedError
 from ..zorro.attention import SHARED_ATTENTION
 from ..zorro.layout import SharedRows
 from .attention import VARLEN_ATTENTION, keeps_segments_apart, varlen_kwargs
@@ -287,9 +287,9 @@ def _model_inputs(module: Any, rows: ModelRows) -> dict[str, Any]:
     needed = {"input_ids", "attention_mask"} if isinstance(rows, PaddedRows) else {"input_ids", "position_ids"}
     needed |= inputs.keys() & {"cu_seq_lens_q", "shared_segments"}
     if missing := sorted(needed - accepted):
-        raise UnsupportedError(
-            f"{type(module).__name__}.forward takes no {', '.join(missing)}, without which rows cannot be kept apart; "
-            f"give it such parameters{', or pass pack=False' if isinstance(rows, PackedRows) else ''}"
+        raise PackingError(
+            f"{type(module).__name__}.forward takes no {', '.join(missing)}, without which rows cannot be kept apart",
+            f"give it such parameters{', or pass pack=False' if isinstance(rows, PackedRows) else ''}",
         )
     return {name: value for name, value in inputs.items() if name in accepted}
 
@@ -297,20 +297,22 @@ def _model_inputs(module: Any, rows: ModelRows) -> dict[str, Any]:
 def _check_can_pack(module: Any, config: Any, implementation: str | None) -> None:
     advice = "pass pack=False"
     if implementation is not None and not keeps_segments_apart(implementation):
-        raise UnsupportedError(
+        raise PackingError(
             f"attn_implementation={implementation!r} gets no mask from transformers, so packed rows would see each "
-            f"other; {advice}, or load the model with attention_implementation(device type)"
+            "other",
+            f"{advice}, or load the model with attention_implementation(device type)",
         )
     text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
     layer_types = set(getattr(text_config, "layer_types", None) or ())
     mixing = sorted(layer_types - {"full_attention", "sliding_attention", "chunked_attention"})
     if mixing or getattr(module, "_is_stateful", False):
         what = f"layers of type {', '.join(mixing)}" if mixing else "a recurrent state"
-        raise UnsupportedError(f"{type(module).__name__} has {what}, which mix packed rows; {advice}")
+        raise PackingError(f"{type(module).__name__} has {what}, which mix packed rows", advice)
     if "chunked_attention" in layer_types and implementation in (VARLEN_ATTENTION, SHARED_ATTENTION):
-        raise UnsupportedError(
+        raise PackingError(
             f"{type(module).__name__} has layers of type chunked_attention, whose chunks {implementation!r} does not "
-            "mask; load it with attn_implementation='sdpa'"
+            "mask",
+            "load it with attn_implementation='sdpa'",
         )
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..errors import PackingError, UnsupportedError
 from .specs import OptimizerSpec, TrainingSpec
 
 if TYPE_CHECKING:
@@ -23,8 +24,9 @@ def load_model(spec: TrainingSpec) -> PreTrainedModel:
     """Load ``spec.model_path`` in float32 with an attention that shares prompts, or keeps packed rows apart.
 
     Raises:
-        UnsupportedError: for a model whose packed rows see each other, or that is to share prompts and cannot. On
-            GPUs, whose attention does not run in float32, the first call of the pipeline tells the former.
+        UnsupportedError: for a model whose packed rows see each other, whose attention would drop out scores in
+            training, or that is to share prompts and cannot. On GPUs, whose attention does not run in float32, the
+            first call of the pipeline tells the first of these.
     """
     from transformers import AutoModelForCausalLM
 
@@ -47,7 +49,20 @@ def load_model(spec: TrainingSpec) -> PreTrainedModel:
         logger.warning("prompts are not shared between rollouts: %s", "; ".join(reasons))
         model.set_attn_implementation(packed)
     if spec.device == "cpu":
-        check_packing(model, spec.device)
+        try:
+            check_packing(model, spec.device)
+        except PackingError as error:
+            raise UnsupportedError(
+                f"trainer.{spec.role}.model.path={spec.model_path}: rows are always packed here, and this model does "
+                f"not allow it: {error.reason}; write a model that keeps packed rows apart, as the Qwen, Llama and "
+                "Mistral families do"
+            ) from error
+    dropout = model.config.get_text_config().to_dict().get("attention_dropout")
+    if spec.device == "cpu" and training and dropout:
+        raise UnsupportedError(
+            f"trainer.{spec.role}.model.path={spec.model_path}: attention_dropout={dropout} in its config.json is not "
+            "done on CPUs; write 0.0 there"
+        )
     if spec.gradient_checkpointing and training:
         model.gradient_checkpointing_enable(
             gradient_checkpointing_kwargs={"use_reentrant": spec.gradient_checkpointing_use_reentrant}

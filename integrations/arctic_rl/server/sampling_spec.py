@@ -137,6 +137,7 @@ def engine_arguments(spec: SamplingSpec, known: Iterable[str]) -> dict[str, Any]
         "enable_prefix_caching": spec.enable_prefix_caching,
         "tensor_parallel_size": spec.tensor_parallel_size,
         "enforce_eager": spec.enforce_eager,
+        "trust_remote_code": True,
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",
         "worker_extension_cls": f"{WeightExtension.__module__}.{WeightExtension.__qualname__}",

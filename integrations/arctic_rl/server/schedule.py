@@ -12,7 +12,7 @@ from .specs import OptimizerSpec
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["SCHEDULES", "build_scheduler", "schedule_problems", "warmup_steps"]
+__all__ = ["SCHEDULES", "build_scheduler", "schedule_problems", "two_warmups", "warmup_steps"]
 
 _WITH_MINIMUM = ("cosine_with_min_lr", "cosine_warmup_with_min_lr")
 _WITH_END = (*_WITH_MINIMUM, "polynomial")
@@ -59,7 +59,7 @@ def schedule_problems(spec: OptimizerSpec) -> Iterator[str]:
             "write constant_with_warmup"
         )
     if spec.lr_warmup_ratio == 0 and spec.num_warmup_steps:
-        yield _two_warmups(spec, "no warm-up")
+        yield two_warmups(spec, "no warm-up")
     if name == "polynomial" and not _end_rate(spec) < spec.lr:
         yield (
             f"{_OPTIMIZER}.lr={spec.lr}: a polynomial schedule ends at {_end_rate(spec)}, which must be less; write a "
@@ -78,7 +78,7 @@ def warmup_steps(spec: OptimizerSpec, num_training_steps: int) -> int:
     # Half a step up, after rounding off what the product of two decimal numbers is off by.
     steps = math.floor(round(spec.lr_warmup_ratio * num_training_steps, 6) + 0.5)
     if spec.num_warmup_steps not in (0, steps):
-        raise UnsupportedError(_two_warmups(spec, f"{steps} of the run's {num_training_steps} optimizer steps"))
+        raise UnsupportedError(two_warmups(spec, f"{steps} of the run's {num_training_steps} optimizer steps"))
     return steps
 
 
@@ -111,7 +111,8 @@ def _end_rate(spec: OptimizerSpec) -> float:
     return _POLYNOMIAL_END if spec.min_lr_ratio is None else spec.min_lr_ratio * spec.lr
 
 
-def _two_warmups(spec: OptimizerSpec, meaning: str) -> str:
+def two_warmups(spec: OptimizerSpec, meaning: str) -> str:
+    """The line that refuses a share and a number of warm-up steps where they differ."""
     return (
         f"trainer.arctic_rl.lr_warmup_ratio={spec.lr_warmup_ratio} means {meaning}, and "
         f"{_OPTIMIZER}.num_warmup_steps={spec.num_warmup_steps}: leave one of them out"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import Any
 
 from .algorithm import ALGORITHM
@@ -44,16 +44,18 @@ def refusals(cfg: Any) -> list[str]:
     return [line for name in TABLE for line in _refusals(name, cfg)]
 
 
-def without_effect(cfg: Any) -> list[str]:
+def without_effect(cfg: Any, refused: Container[str] = ()) -> list[str]:
     """Settings away from SkyRL's defaults that change nothing in this recipe, a line for each reason.
 
     Args:
         cfg: see ``refusals``.
+        refused: settings whose values are refused anyway, and that are left out.
     """
     grouped: dict[str, list[str]] = {}
     for name in TABLE:
         for setting, value, why in _without_effect(name, cfg):
-            grouped.setdefault(why, []).append(f"{setting}={shown(value)}")
+            if setting not in refused:
+                grouped.setdefault(why, []).append(f"{setting}={shown(value)}")
     return [f"{', '.join(settings)}: {why}" for why, settings in grouped.items()]
 
 

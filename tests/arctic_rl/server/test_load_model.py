@@ -26,10 +26,11 @@ SIZES = {
 
 @pytest.fixture
 def spec_of(tmp_path):
-    def build(*, dropout: float = 0.0, **changes) -> TrainingSpec:
-        folder = tmp_path / f"model-{dropout}"
+    def build(*, dropout: float = 0.0, rope: dict | None = None, **changes) -> TrainingSpec:
+        folder = tmp_path / f"model-{dropout}-{rope is not None}"
         torch.manual_seed(0)
-        LlamaForCausalLM(LlamaConfig(**SIZES, attention_dropout=dropout)).save_pretrained(folder)
+        config = LlamaConfig(**SIZES, attention_dropout=dropout, rope_parameters=rope)
+        LlamaForCausalLM(config).save_pretrained(folder)
         spec = TrainingSpec(
             role="policy",
             model_path=str(folder),
@@ -59,11 +60,18 @@ def test_prompts_are_shared_unless_switched_off(spec_of, use_zorro: bool | None,
 def test_a_model_that_cannot_is_refused_or_left_unshared(spec_of, caplog):
     with pytest.raises(UnsupportedError, match=r"attention_dropout=0.3.*use_zorro=false"):
         load_model(spec_of(dropout=0.3, use_zorro=True))
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
     with caplog.at_level(logging.WARNING):
-        assert load_model(spec_of(dropout=0.3)).config._attn_implementation == "arctic_varlen"
-    assert "attention_dropout=0.3" in caplog.text
+        assert load_model(spec_of(rope=rope)).config._attn_implementation == "arctic_varlen"
+    assert "multi-dimensional rotary positions" in caplog.text
     reference = load_model(spec_of(dropout=0.3, use_zorro=True, role="ref"))
     assert reference.config._attn_implementation == "arctic_zorro"
+
+
+def test_dropout_of_attention_is_refused_before_the_first_update(spec_of):
+    with pytest.raises(UnsupportedError, match=r"trainer.policy.model.path=.*attention_dropout=0.3 .*write 0.0"):
+        load_model(spec_of(dropout=0.3))
+    load_model(spec_of(dropout=0.3, role="ref"))
 
 
 def test_a_model_whose_packed_rows_see_each_other_is_refused(spec_of, tmp_path):
@@ -71,5 +79,7 @@ def test_a_model_whose_packed_rows_see_each_other_is_refused(spec_of, tmp_path):
     torch.manual_seed(0)
     config = BloomConfig(vocab_size=64, hidden_size=16, n_layer=1, n_head=2, initializer_range=0.2)
     BloomForCausalLM(config).save_pretrained(tmp_path / "bloom")
-    with pytest.raises(UnsupportedError, match=r"BloomForCausalLM lets packed rows see each other.*cannot be packed"):
+    with pytest.raises(UnsupportedError, match=r"BloomForCausalLM lets packed rows see each other") as caught:
         load_model(spec_of(model_path=str(tmp_path / "bloom")))
+    assert str(caught.value).startswith(f"trainer.policy.model.path={tmp_path}/bloom: rows are always packed here")
+    assert "pack=False" not in str(caught.value), "a recipe cannot ask for it"
