@@ -62,10 +62,17 @@ def make_inputs(cache_dir: Path, seed: int) -> tuple[Path, Path]:
     Returns:
         The data folder and the model folder.
     """
-    data, model = cache_dir / f"data-{seed}", cache_dir / f"model-{seed}"
-    _make(data, ["examples.make_data", "--output_dir", str(data), "--seed", str(seed)])
+    data, model = make_data(cache_dir, seed), cache_dir / f"model-{seed}"
     _make(model, ["examples.make_model", "--data_dir", str(data), "--output_dir", str(model), "--seed", str(seed)])
     return data, model
+
+
+def make_data(cache_dir: Path, seed: int, env_class: str = "bird") -> Path:
+    """The folder of a seed's data whose rows name ``env_class``, made unless it is there already."""
+    data = cache_dir / (f"data-{seed}" if env_class == "bird" else f"data-{seed}-{env_class}")
+    command = ["examples.make_data", "--output_dir", str(data), "--seed", str(seed), "--env_class", env_class]
+    _make(data, command)
+    return data
 
 
 def _make(target: Path, command: list[str]) -> None:
