@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -102,17 +102,29 @@ def recipe(data: Path, model: Path, run_dir: Path, seed: int) -> list[str]:
     return [f"{key}={value}" for key, value in settings.items()]
 
 
-def train(overrides: list[str], run_dir: Path) -> None:
-    """Run SkyRL's own entry module with the override appended.
-
-    Raises:
-        subprocess.CalledProcessError: when the run fails.
-    """
+def start(overrides: list[str], run_dir: Path, output: IO[str] | None = None) -> subprocess.Popen:
+    """Start SkyRL's own entry module with the override appended; ``output`` takes its output, None = shown here."""
     run_dir.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "skyrl.train.entrypoints.main_base", *overrides]
     command.append("trainer.override_entrypoint=integrations.arctic_rl.entrypoint")
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    subprocess.run(command, check=True, env=environment, cwd=run_dir)
+    return subprocess.Popen(command, env=environment, cwd=run_dir, stdout=output, stderr=output and subprocess.STDOUT)
+
+
+def train(overrides: list[str], run_dir: Path) -> None:
+    """Train to the end.
+
+    Raises:
+        subprocess.CalledProcessError: when the run fails.
+    """
+    with start(overrides, run_dir) as process:
+        try:
+            status = process.wait()
+        except KeyboardInterrupt:
+            process.wait()  # ctrl-C reached it too, and it stops what it started
+            raise
+    if status:
+        raise subprocess.CalledProcessError(status, process.args)
 
 
 def run(cache_dir: Path, run_dir: Path, *, seed: int, overrides: list[str]) -> dict[str, Any]:
