@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .checks import setting_problems
-from .preflight import checkpoint_problems, data_problems, model_kind_problems, model_problems
+from .preflight import checkpoint_problems, data_problems, model_kind_problems, model_problems, tracker_problems
 from .recipe_checks import import_recipe_modules, recipe_problems, worker_count_problems
 from .support import refusals, without_effect
 from .support.entries import shown
@@ -51,7 +51,7 @@ def inspect_config(cfg: Any, unknown: Sequence[str] = ()) -> Findings:
     refused = [*(line for line in unknown if setting_of(line) not in named), *refused]
     ignored = without_effect(cfg, refused=_settings_of(refused))
     files = [*data_problems(cfg), *model_problems(cfg), *checkpoint_problems(cfg)]
-    missing = [*files, *_key_problems(cfg), *worker_count_problems(cfg)]
+    missing = [*files, *_key_problems(cfg), *tracker_problems(cfg), *worker_count_problems(cfg)]
     return Findings(_distinct([*refused, *_skyrl_problems(cfg)]), missing, ignored)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from .prompt_dataset import check_data_files
 from .recipe_checks import tokens_of_a_rollout
 
 WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
+TRACKER_PACKAGES = ("wandb", "mlflow", "swanlab", "tensorboard")
+"""SkyRL's trackers that are a package of the same name."""
 
 
 def data_problems(cfg: Any) -> Iterator[str]:
@@ -26,6 +29,13 @@ def data_problems(cfg: Any) -> Iterator[str]:
             first, *others = str(error).splitlines()
             files = [line.strip() for line in others if line.startswith("  ")]
             yield from [f"data.{name}: {line}" for line in files] or [first]
+
+
+def tracker_problems(cfg: Any) -> Iterator[str]:
+    """The tracker's package where it is not installed: SkyRL imports it once the workers are being brought up."""
+    name = cfg.trainer.logger
+    if name in TRACKER_PACKAGES and find_spec(name) is None:
+        yield f"trainer.logger={name}: its package is not installed; install it, or write trainer.logger=console"
 
 
 def model_problems(cfg: Any) -> Iterator[str]:

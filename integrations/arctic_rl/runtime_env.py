@@ -12,7 +12,7 @@ from typing import Any
 from .errors import UnsupportedError
 from .server.process import RUN_ID_VARIABLE
 
-FORWARDED_PREFIXES = ("WANDB_", "ARCTIC_")
+FORWARDED_PREFIXES = ("WANDB_", "MLFLOW_", "SWANLAB_", "TENSORBOARD_", "ARCTIC_")
 OWN_FORWARDED = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "TMPDIR", "LOG_LEVEL")
 PROBE_RESULTS = ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE")
 NEVER_FORWARDED = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ONEAPI_DEVICE_SELECTOR")
@@ -22,7 +22,7 @@ _EXPANDED_BY_RAY = re.compile(r"\$(\w+|\{[^}]*\})")
 
 
 def runtime_env_vars(cfg: Any, run_id: str, extra: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
-    """What SkyRL forwards, ``WANDB_*`` and ``ARCTIC_*`` variables, and the run's id; never a GPU mask.
+    """What SkyRL forwards, variables of trackers and ``ARCTIC_*``, and the run's id; never a GPU mask.
 
     SkyRL's own function asks the cluster for two GPUs when a recipe uses several, to probe peer access, and waits for
     them until its time-out where there are none: it is given a copy of the config that asks for one.

@@ -147,9 +147,10 @@ def run(
     dataset: Any = None,
     callbacks: Any = None,
     tokenizer: Any = None,
+    tracker: Any = None,
 ) -> Any:
     """Train to the end; what was logged by step, the trainer, and the lines of each optimizer step."""
-    tracker = Tracker()
+    tracker = tracker or Tracker()
     trainer = trainer_class(
         cfg=cfg,
         tracker=tracker,
@@ -165,4 +166,4 @@ def run(
     asyncio.run(trainer.train())
     log = Path(cfg.trainer.log_path) / "optimizer_steps.jsonl"
     lines = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
-    return SimpleNamespace(logs=tracker.logs, trainer=trainer, lines=lines)
+    return SimpleNamespace(logs=vars(tracker).get("logs"), trainer=trainer, lines=lines)
