@@ -151,7 +151,8 @@ class ArcticDispatch:
                 "the batch has no action_log_probs, and the policy loss is a ratio to them: forward, or "
                 "forward_from_staged, gives them"
             )
-        tensors = {name: values for name, values in data.items() if name not in _DRIVER_ONLY}
+        unread = _DRIVER_ONLY if self._loss.reads_reference else (*_DRIVER_ONLY, "base_action_log_probs")
+        tensors = {name: values for name, values in data.items() if name not in unread}
         weighting: dict[str, float] = {}
         if self._loss.corrected:
             correction = self._cfg.trainer.algorithm.off_policy_correction

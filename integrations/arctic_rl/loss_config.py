@@ -43,6 +43,8 @@ class LossRequest:
     """What is added to ``meta``."""
     corrected: bool = False
     """The policy term is weighted by ``off_policy_correction``."""
+    reads_reference: bool = True
+    """The loss may read the reference model's log-probs, which are not sent otherwise."""
     own_micro_batches: bool = False
     """The loss may look beyond a row: it gets SkyRL's micro-batches and each row's whole window of tokens."""
 
@@ -125,17 +127,25 @@ def loss_request(cfg: Any) -> LossRequest:
         terms |= {"use_kl_loss": False, "entropy_coeff": 0.0}
     function, is_skyrls = registered_policy_loss(name)
     if is_skyrls and name in CLIPPED_SURROGATES:
-        return LossRequest({"loss_fn": "grpo", "config": settings}, corrected=correction_enabled(cfg))
+        return LossRequest(
+            {"loss_fn": "grpo", "config": settings},
+            corrected=correction_enabled(cfg),
+            reads_reference=algorithm.use_kl_loss,
+        )
     if is_skyrls and name in TOKEN_LOSSES:
         config = terms | {"policy_loss": name, "policy_loss_config": token_loss_config(cfg)}
         corrected = name in CORRECTED_LOSSES and correction_enabled(cfg)
-        return LossRequest({"loss_fn": "regularized", "config": config}, corrected=corrected)
+        return LossRequest(
+            {"loss_fn": "regularized", "config": config}, corrected=corrected, reads_reference=terms["use_kl_loss"]
+        )
 
     from .processors.skyrl_losses import pack_policy_loss
 
     packed = pack_policy_loss(function, algorithm)
     config = terms | {"policy_loss": "skyrl_policy_loss", "policy_loss_config": {"packed": packed}}
-    return LossRequest({"loss_fn": "regularized", "config": config}, own_micro_batches=True)
+    return LossRequest(
+        {"loss_fn": "regularized", "config": config}, reads_reference=terms["use_kl_loss"], own_micro_batches=True
+    )
 
 
 def packed_policy_loss(cfg: Any) -> bytes | None:

@@ -282,6 +282,20 @@ class TestForwardBackward:
         dispatch_to(backend).forward_backward("policy", batch)
         assert backend.arguments("fwd_bwd")[0][0]["ref_log_prob"].tolist() == [[-5, -6, -7], [-8, 0, 0]]
 
+    @pytest.mark.parametrize(
+        ("overrides", "sent"),
+        [
+            (["trainer.algorithm.use_kl_loss=false", "trainer.algorithm.use_kl_in_reward=true"], False),
+            ([NO_KL, "trainer.algorithm.policy_loss_type=gspo"], False),
+            ([NO_KL, "trainer.arctic_rl.loss_fn=tests.arctic_rl.processors.user_module.undecorated"], True),
+        ],
+    )
+    def test_the_references_log_probs_stay_where_no_loss_reads_them(self, dispatch_to, overrides, sent):
+        backend = InProcessBackend()
+        batch = stated_batch(base_action_log_probs=torch.tensor([[-5.0, -6.0, -7.0], [9.0, 9.0, -8.0]]))
+        dispatch_to(backend, *overrides).forward_backward("policy", batch)
+        assert ("ref_log_prob" in backend.arguments("fwd_bwd")[0][0]) is sent
+
     @pytest.mark.parametrize(("setting", "tokens"), [(0, 10), (12, 12), (3, 5)])
     def test_token_budget_of_a_micro_batch(self, dispatch_to, setting, tokens):
         backend = InProcessBackend()

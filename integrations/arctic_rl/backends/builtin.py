@@ -23,6 +23,7 @@ from ..server.sampling_worker import SamplingWorker
 from ..server.specs import ServerConfig
 from ..server.training_worker import TrainingWorker
 from ..server.weights import remove_weights
+from ..wire.body import decode_answer, encode
 from ..zorro.cost import CostModel
 from .base import Batch, InFlight, RemoteBackend
 from .handle import BackendHandle
@@ -312,13 +313,19 @@ class BuiltinBackend(RemoteBackend):
             self._sharing[job] = await self._call(names[0], "sharing_cost")
         cost, can_share = self._sharing[job]
         plan = plan_ranks(batch, len(names), cost, shared=can_share and meta["zorro_train_enable"] is not False)
+        shards = plan.split(batch)
+        bodies = await asyncio.gather(*(asyncio.to_thread(encode, {}, shard) for shard in shards))
         calls = {
-            name: self._actors[name].run.remote(
-                shard, meta, processing, backward=backward, max_tokens_per_mb=max_tokens
+            name: self._actors[name].run_rows.remote(
+                rows, meta, processing, backward=backward, max_tokens_per_mb=max_tokens
             )
-            for name, shard in zip(names, plan.split(batch), strict=True)
+            for name, rows in zip(names, bodies, strict=True)
         }
-        return plan, await self._gather(calls)
+        answers = zip(await self._gather(calls), shards, strict=True)
+        return plan, [
+            result if rows is None else result | {"batch": decode_answer(rows, shard)[1]}
+            for (result, rows), shard in answers
+        ]
 
     async def _generate_one(self, request: dict) -> dict:
         await self._running.wait()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from datetime import timedelta
 from typing import Any
@@ -113,6 +114,17 @@ class TrainingWorker:
             return_tensors=True,
         )
         return result | {"micro_batches": micro_batches}
+
+    def run_rows(
+        self, rows: bytes, meta: dict, processing: dict, *, backward: bool, max_tokens_per_mb: int
+    ) -> tuple[dict, bytes | None]:
+        """``run`` for rows that travelled (``wire.body``); ``batch`` of the result travels back beside the rest."""
+        from ..wire.body import decode, encode_answer
+
+        _, batch = decode(rows, max_cells=sys.maxsize)
+        result = self.run(batch, meta, processing, backward=backward, max_tokens_per_mb=max_tokens_per_mb)
+        outputs = result.pop("batch", None)
+        return result, None if outputs is None else encode_answer({}, outputs, batch)
 
     def sleep(self) -> None:
         """Refuse to compute until ``wake``. On CPUs the memory stays taken: host memory is where it would go."""

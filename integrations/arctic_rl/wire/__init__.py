@@ -1,0 +1,1 @@
+"""Batches on their way to a server: rows without padding, and the body of a request."""
