@@ -55,9 +55,12 @@ def read_only_uri(db_path: PathLike) -> str:
 
 
 def pending_changes(db_path: PathLike) -> Path | None:
-    """Returns the non-empty write-ahead log or rollback journal beside `db_path`, or None if there is none."""
+    """Returns the non-empty write-ahead log or rollback journal of `db_path`, or None if there is none.
+
+    Of a link, they lie beside the file that it leads to.
+    """
     for suffix in (b"-wal", b"-journal"):
-        side_file = os.path.abspath(os.fsencode(db_path)) + suffix
+        side_file = os.path.realpath(os.fsencode(db_path)) + suffix
         try:
             if os.stat(side_file).st_size > 0:
                 return Path(os.fsdecode(side_file))

@@ -18,6 +18,7 @@ _WITH_CLAUSE = re.compile(
 )
 _FROM = re.compile(r"\bFROM\b", re.IGNORECASE)
 _INLINE_CODE_END = re.compile(r"(?<!\s)`(?!\w)")
+_CLOSING_TAG = re.compile(r"</[A-Za-z_]\w*>")
 _BLANK_LINE = re.compile(r"\n[ \t]*\n")
 
 
@@ -108,7 +109,7 @@ def _blocks(text: str) -> tuple[list[_Block], str]:
     if block is None:
         outside.append(text[outside_from:])
     else:
-        blocks.append(_Block(block.label, text[block.start :], closed=False))
+        blocks.append(_Block(block.label, _until_tag(text[block.start :]), closed=False))
     return blocks, "\n\n".join(outside)
 
 
@@ -129,7 +130,7 @@ def _sql_of_json(text: str) -> str | None:
 
 
 def _bare_statement(text: str) -> str | None:
-    """Returns the first bare statement of `text`, up to its semicolon, a blank line or the end.
+    """Returns the first bare statement of `text`, up to its semicolon, a closing tag, a blank line or the end.
 
     WITH counts where a common table expression follows; SELECT where it begins a line or follows a colon or a
     backtick, or where a FROM follows.
@@ -147,9 +148,20 @@ def _bare_statement(text: str) -> str | None:
             statement = paragraph[start:]
             if paragraph[:start].endswith("`"):
                 statement = _until_code_end(statement)
-            end = next((position for kind, _, position in tokens(statement) if kind == "end"), len(statement))
-            return statement[:end].strip(SPACE)
+            return _until_tag(statement[: _end(statement)]).strip(SPACE)
     return None
+
+
+def _end(statement: str) -> int:
+    return next((position for kind, _, position in tokens(statement) if kind == "end"), len(statement))
+
+
+def _until_tag(statement: str) -> str:
+    """Cuts a statement that nothing else ends at a closing tag, such as `</answer>`, which no SQL can hold bare."""
+    for kind, text, position in tokens(statement):
+        if kind == "other" and text == "<" and _CLOSING_TAG.match(statement, position):
+            return statement[:position]
+    return statement
 
 
 def _until_code_end(statement: str) -> str:

@@ -63,6 +63,21 @@ def test_a_waiting_write_ahead_log_is_refused_with_the_command(row, tmp_path):
     assert check_rows([with_path(row, path)]) == []
 
 
+def test_the_log_of_a_link_is_that_of_the_file_it_leads_to(row, tmp_path):
+    path, link = tmp_path / "there" / "wal.sqlite", tmp_path / "link.sqlite"
+    path.parent.mkdir()
+    connection = sqlite3.connect(path)
+    connection.execute("PRAGMA journal_mode = WAL")
+    connection.execute("CREATE TABLE t(a)")
+    link.symlink_to(path)
+    (problem,) = check_rows([with_path(row, link)])
+    assert "wal.sqlite-wal" in problem and f"'{link}'" in problem.split("wal_checkpoint")[1]
+    connection.close()
+    assert check_rows([with_path(row, link)]) == []
+    link.with_name("link.sqlite-wal").write_bytes(b"SQLite does not look here")
+    assert check_rows([with_path(row, link)]) == []
+
+
 def test_missing_fields_are_named(row):
     without_gold = {key: value for key, value in row.items() if key != "reward_model"}
     without_path = {**row, "extra_info": {}}
