@@ -68,6 +68,8 @@ class Series:
                 memory, open_files, role = process.memory_full_info(), process.num_fds(), role_of(process)
             except psutil.Error:
                 continue
+            if memory.rss == 0:
+                continue  # it is ending
             series = self.processes.setdefault(process.pid, ProcessSeries(role))
             series.role = role if series.role == IDLE else series.role
             series.steps.append(step)
@@ -88,7 +90,9 @@ IDLE = "idle Ray worker"
 
 def role_of(process: psutil.Process) -> str:
     """What a process is, from its title: a Ray actor or task, a module that was run, or its name."""
-    line = " ".join(process.cmdline())
+    line, name = " ".join(process.cmdline()).strip(), process.name()
+    if name in ("raylet", "gcs_server"):
+        return name
     if match := re.match(r"ray::(\w+)", line):
         return IDLE if match[1] == "IDLE" else match[1]
     if match := re.search(r"-m ([\w.]+)", line):
@@ -103,7 +107,9 @@ def role_of(process: psutil.Process) -> str:
     ):
         if part in line:
             return part
-    return line if line.startswith("VLLM::") else process.name()
+    if match := re.search(r"(\w+)\.py\b", line):
+        return match[1]
+    return line if line.startswith("VLLM::") else name
 
 
 def object_store(family: Iterable[psutil.Process]) -> dict[str, float]:
