@@ -30,7 +30,7 @@ def setting_problems(cfg: Any) -> list[str]:
         cfg: a ``SkyRLTrainConfig`` with ``trainer.arctic_rl``.
     """
     losses = (loss_problems, correction_refusals, _own_loss)
-    checks = (_backend, _modules, _counts, _optimizer, warmup_problems, _sampling, scoring_problems, *losses)
+    checks = (_backend, _modules, _counts, _seed, _optimizer, warmup_problems, _sampling, scoring_problems, *losses)
     lines = [line for check in checks for line in check(cfg)]
     # What is said already does not hide the rest, nor is it said twice.
     for check in (_not_finite, _server):
@@ -127,6 +127,16 @@ def _counts(cfg: Any) -> Iterator[str]:
         value = value_of(cfg, setting)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             yield f"{setting}={value!r} must be a whole number of at least 1"
+
+
+_LARGEST_SEED = 2**32 - 1
+"""NumPy takes no larger one."""
+
+
+def _seed(cfg: Any) -> Iterator[str]:
+    seed = cfg.trainer.seed
+    if not 0 <= seed <= _LARGEST_SEED:
+        yield f"trainer.seed={seed} must be a whole number from 0 to {_LARGEST_SEED}"
 
 
 def _optimizer(cfg: Any) -> Iterator[str]:

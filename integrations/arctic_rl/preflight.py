@@ -116,7 +116,7 @@ def _models(cfg: Any) -> list[tuple[str, str]]:
 def checkpoint_problems(cfg: Any) -> Iterator[str]:
     """Folders that cannot be written, and a checkpoint to go on from that is missing or not whole, a line each."""
     trainer = cfg.trainer
-    written = {"export_path": True, "ckpt_path": trainer.ckpt_interval > 0}
+    written = {"export_path": True, "ckpt_path": trainer.ckpt_interval > 0, "log_path": True}
     for name in (name for name, used in written.items() if used):
         problem = _folder_problem(_local(vars(trainer)[name]))
         if problem is not None:

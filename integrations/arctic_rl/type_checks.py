@@ -12,6 +12,9 @@ from .value_types import describe, matches
 _ALSO_LISTS = ("lora.target_modules", "lora.exclude_modules")
 """Annotated as one text; SkyRL's documentation allows a list."""
 
+_ALSO_TEXT = ("data.train_data", "data.val_data")
+"""Annotated as lists; SkyRL's data set takes one name as it is."""
+
 _ALSO_NULL = ("trainer.project_name", "trainer.run_name")
 """Annotated as text; the trackers make up a name where there is none, as recipes with an unset variable rely on."""
 
@@ -71,6 +74,8 @@ def _mistyped(cfg: Any) -> list[str]:
         if value is MISSING or matches(value, leaf.hint):
             continue
         if name.endswith(_ALSO_LISTS) and matches(value, list[str]):
+            continue
+        if name in _ALSO_TEXT and isinstance(value, str):
             continue
         if name in _ALSO_NULL and value is None:
             continue

@@ -31,7 +31,7 @@ def describe(hint: Any) -> str:
     if get_origin(hint) is Literal:
         return "one of " + ", ".join(str(choice) for choice in get_args(hint))
     if get_origin(hint) is list:
-        return "a list of " + describe(get_args(hint)[0])
+        return "a list of " + describe(get_args(hint)[0]).removeprefix("a ") + "s"
     if dict in (hint, get_origin(hint)):
         return "a mapping of names to values"
     if get_origin(hint) is not None:

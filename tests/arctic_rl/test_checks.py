@@ -213,3 +213,28 @@ class TestOwnLoss:
         modules = "trainer.arctic_rl.processor_modules=[broken_losses_of_a_recipe]"
         (line,) = refused(f"trainer.arctic_rl.loss_fn=nope {modules}")
         assert "broken_losses_of_a_recipe" in line
+
+
+class TestSingleValues:
+    @pytest.mark.parametrize("seed", [-1, 2**32])
+    def test_a_seed_that_no_process_can_be_seeded_with(self, seed):
+        (line,) = refused(f"trainer.seed={seed}")
+        assert line == f"trainer.seed={seed} must be a whole number from 0 to 4294967295"
+        assert refused("trainer.seed=4294967295") == []
+
+    def test_one_name_of_a_data_set_without_brackets_is_taken_as_skyrl_takes_it(self, tmp_path):
+        found = inspect_config(parsed(f"data.train_data={tmp_path}/x.parquet trainer.eval_interval=-1"))
+        assert found.refused == []
+        assert found.missing == [f"data.train_data: {tmp_path}/x.parquet: no such file"]
+        (line,) = refused("data.train_data=5")
+        assert line == "data.train_data=5 is not a list of texts"
+
+    def test_a_templates_source_that_is_none_is_told_once(self):
+        chat, quiet = "generator.chat_template", "sampling_params.logprobs=null"
+        lines = refused(f"{chat}.source=nope {chat}.name_or_path=x generator.{quiet} generator.eval_{quiet}")
+        assert settings(lines) == ["generator.chat_template.source"]
+
+    def test_a_folder_of_logs_that_cannot_be(self, tmp_path):
+        (tmp_path / "file").write_text("")
+        found = inspect_config(parsed(f"trainer.log_path={tmp_path}/file/logs"))
+        assert f"trainer.log_path={tmp_path}/file/logs: {tmp_path}/file is not a folder" in found.missing

@@ -270,7 +270,7 @@ class TestChecks:
 FOUND = {
     "trainer.train_batch_size=abc": "trainer.train_batch_size=abc is not a whole number",
     "trainer.logger=[console]": "trainer.logger=['console'] is not a text",
-    "generator.sampling_params.stop=</sql>": "is not a list of a text or null",
+    "generator.sampling_params.stop=</sql>": "is not a list of texts or null",
     "trainer.flash_attn=1": "trainer.flash_attn=1 is not true or false",
     "generator.chat_template_kwargs={effort:low}": "write generator.chat_template_kwargs.effort=low",
     "trainer.strategy=deepspeed": "write one of fsdp, fsdp2, megatron",

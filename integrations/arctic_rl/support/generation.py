@@ -12,6 +12,7 @@ _LOOP = f"{_GENERATOR}.agent_loop"
 _SAMPLING = "skyrl.backends.skyrl_train.inference_servers.engine_utils:get_vllm_sampling_params"
 _TURNS = "tests/arctic_rl/test_multi_turn.py"
 _STEP_WISE = "tests/arctic_rl/test_step_wise.py"
+_REAL = "tests/arctic_rl/server/test_sampling_worker.py::test_a_generators_settings_take_effect_on_a_real_engine"
 _TO_THE_ENGINE = "tests/arctic_rl/test_inference.py::test_parameters_reach_the_backend_whole"
 
 DROPPED_BY_SKYRL = {
@@ -35,6 +36,9 @@ def _additional(setting: str, value: Any, cfg: Any) -> Iterable[str]:
         if key in DROPPED_BY_SKYRL:
             why, _, instead = DROPPED_BY_SKYRL[key].partition("; ")
             yield refusal(f"{setting}.{key}", argument, why, instead.format(section=section))
+
+
+_TEMPLATE_SOURCES = ("name", "file")
 
 
 def _penalty(section: str, idle: Any) -> Refused:
@@ -83,6 +87,8 @@ def _chat_template(setting: str, value: Any, cfg: Any) -> Iterable[str]:
         if not generator.batched and vars(generator)[section].logprobs is not None:
             why = "SkyRL keeps no log-probs of rollouts with a template of your own"
             yield refusal(setting, value, why, f"write generator.{section}.logprobs=null")
+    if generator.chat_template.source not in _TEMPLATE_SOURCES:
+        return  # told already
     try:
         get_custom_chat_template(generator.chat_template)
     except ValueError as error:
@@ -138,7 +144,7 @@ GENERATION: dict[str, Entry] = {
         "generator",
         {
             "n_samples_per_prompt": ours("rollouts of a prompt"),
-            "batched": skyrls("one request for all prompts, or a loop for each", f"{_GENERATOR}.generate"),
+            "batched": skyrls("one request for all prompts, or a loop for each", f"{_GENERATOR}.generate", _REAL),
             "max_turns": skyrls(
                 "turns of a trajectory, at most",
                 f"{_GENERATOR}.__init__",
@@ -149,20 +155,22 @@ GENERATION: dict[str, Entry] = {
                 "a longer conversation ends",
                 f"{_GENERATOR}.generate",
                 f"{_TURNS}::test_step_wise_turns_past_the_limit_are_left_out_and_all_others_equal_skyrls",
+                _REAL,
                 limit=_room_for_a_response,
             ),
             "chat_template.source": skyrls(
                 "where the template comes from",
                 "skyrl.train.generators.utils:get_custom_chat_template",
-                limit=one_of("name", "file"),
+                limit=one_of(*_TEMPLATE_SOURCES),
                 idle=_no_template,
             ),
             "chat_template.name_or_path": skyrls(
                 "a chat template of your own",
                 "skyrl.train.generators.utils:get_custom_chat_template",
+                _REAL,
                 limit=_chat_template,
             ),
-            "chat_template_kwargs": skyrls("arguments of the chat template", _LOOP, limit=_per_trajectory_only),
+            "chat_template_kwargs": skyrls("arguments of the chat template", _LOOP, _REAL, limit=_per_trajectory_only),
         },
     ),
     **_sampling("generator.sampling_params"),
@@ -171,7 +179,7 @@ GENERATION: dict[str, Entry] = {
         {
             "use_conversation_multi_turn": skyrls("turns are messages, or one text", _LOOP, idle=_batched),
             "append_eos_token_after_stop_str_in_multi_turn": skyrls(
-                "an end token after a stop string", _LOOP, idle=first_of(_batched, _one_text)
+                "an end token after a stop string", _LOOP, _REAL, idle=first_of(_batched, _one_text)
             ),
         },
     ),
@@ -183,7 +191,7 @@ GENERATION: dict[str, Entry] = {
                 "samples of an evaluation prompt", "skyrl.train.evaluate:evaluate", idle=without_evaluation
             ),
             "zero_reward_on_non_stop": skyrls(
-                "a response that was cut off earns 0", f"{_GENERATOR}.generate", limit=_per_trajectory_only
+                "a response that was cut off earns 0", f"{_GENERATOR}.generate", _REAL, limit=_per_trajectory_only
             ),
             "use_cache_salt": skyrls(
                 "prefix caches are kept apart by weight version",
@@ -194,6 +202,7 @@ GENERATION: dict[str, Entry] = {
                 "a response that was cut off leaves the loss",
                 f"{_GENERATOR}.generate",
                 "tests/arctic_rl/test_inference.py::test_skyrls_generator_sees_the_engines_stop_reasons",
+                _REAL,
             ),
             "step_wise_trajectories": skyrls(
                 "each turn is a row of its own",

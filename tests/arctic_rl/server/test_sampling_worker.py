@@ -24,6 +24,8 @@ from integrations.arctic_rl.server.sampling_spec import (
 )
 from integrations.arctic_rl.server.sampling_worker import SamplingWorker
 from integrations.arctic_rl.server.weights import write_weights
+from tests.arctic_rl.server import engine_rollouts
+from tests.arctic_rl.server.engine_rollouts import RETOKENISED, TEMPLATE
 
 GREEDY = to_vllm_kwargs({"temperature": 0.0, "max_tokens": 4, "logprobs": 1})
 
@@ -663,6 +665,96 @@ def test_a_prompt_that_does_not_fit_is_refused(real):
     with pytest.raises(UnsupportedError, match=r"vLLM refused a request: .*999999"):
         ask(real, [[1]], {"temperature": 0.0, "max_tokens": 4, "allowed_token_ids": [999999]})
     assert len(greedy(real, [[1, 2, 3]], 2)[0]["token_ids"]) == 2
+
+
+GENERATOR = {
+    "one batch": {"batched": True},
+    "one batch, overlong": {"batched": True, "apply_overlong_filtering": True},
+    "a conversation": {"max_turns": 3},
+    "stop strings": {"max_turns": 3, "stop": ["?", "!!"]},
+    "stop strings without end token": {
+        "max_turns": 3,
+        "stop": ["?", "!!"],
+        "append_eos_token_after_stop_str_in_multi_turn": False,
+    },
+    "overlong": {"apply_overlong_filtering": True},
+    "no reward": {"zero_reward_on_non_stop": True},
+    "template arguments": {"chat_template_kwargs": {"mark": "#"}},
+    "a template of the recipe's own": {"max_turns": 3, "chat_template": RETOKENISED, "logprobs": None},
+    "a short conversation": {"max_turns": 3, "max_input_length": 60},
+}
+
+
+def rollouts(real, name, *, ours):
+    """A generator's output with settings of ``GENERATOR``, on likely end tokens and question marks."""
+    from skyrl.train.config import ChatTemplateConfig
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(real.folder / "model")
+    tokenizer.chat_template = TEMPLATE
+    settings = {"max_turns": 1, "max_input_length": 400, **GENERATOR[name]}
+    sampling = {key: settings.pop(key) for key in ("stop", "logprobs") if key in settings}
+    sampling["additional_kwargs"] = {"logit_bias": {END: 5.0, ord("?") - 33: 5.0}}
+    if "chat_template" in settings:
+        file = real.folder / "own.jinja"
+        file.write_text(settings["chat_template"])
+        settings["chat_template"] = ChatTemplateConfig(source="file", name_or_path=str(file))
+    return engine_rollouts.run(real.actor, tokenizer, 16, ours=ours, name=name, seed=3, sampling=sampling, **settings)
+
+
+def without_times(output):
+    metrics = {k: v for k, v in output["rollout_metrics"].items() if "time" not in k and "scoring_" not in k}
+    return {k: v for k, v in output.items() if "time" not in k} | {"rollout_metrics": metrics}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in GENERATOR if not GENERATOR[name].get("batched")])
+def test_a_generators_settings_give_what_skyrls_own_generator_gives(real, name):
+    """Not in one batch, whose requests have no session ids in SkyRL, and so other seeds."""
+    (expected, _), (actual, _) = (rollouts(real, name, ours=ours) for ours in (False, True))
+    assert without_times(actual) == without_times(expected)
+
+
+@pytest.mark.slow
+def test_a_generators_settings_take_effect_on_a_real_engine(real):
+    outputs, sent = {}, {}
+    for name in GENERATOR:
+        outputs[name], sent[name] = rollouts(real, name, ours=True)
+
+    def ends_with_added_token(name):
+        """Places where an end token without loss follows a stop string."""
+        question, output = ord("?") - 33, outputs[name]
+        return sum(
+            (one, other, kept) == (question, END, 0)
+            for ids, mask in zip(output["response_ids"], output["loss_masks"], strict=True)
+            for one, other, kept in zip(ids, ids[1:], mask[1:], strict=False)
+        )
+
+    for name in ("one batch, overlong", "overlong"):
+        reasons, masks = outputs[name]["stop_reasons"], outputs[name]["loss_masks"]
+        assert {"stop", "length"} <= set(reasons)
+        assert [any(mask) for mask in masks] == [reason == "stop" for reason in reasons]
+    assert all(all(mask) for mask in outputs["one batch"]["loss_masks"])
+    assert outputs["one batch"]["response_ids"] == outputs["one batch, overlong"]["response_ids"]
+    assert outputs["overlong"]["response_ids"] == outputs["no reward"]["response_ids"]
+
+    plain, zeroed = ([sum(row) for row in outputs[name]["rewards"]] for name in ("overlong", "no reward"))
+    reasons = outputs["no reward"]["stop_reasons"]
+    assert zeroed == [own if reason == "stop" else 0.0 for own, reason in zip(plain, reasons, strict=True)] != plain
+
+    assert ends_with_added_token("stop strings") > ends_with_added_token("stop strings without end token") + 3
+    assert ends_with_added_token("a conversation") == 0
+    marked = outputs["template arguments"]["prompt_token_ids"]
+    assert all(ord("#") - 33 in prompt for prompt in marked)
+    assert not any(ord("#") - 33 in prompt for prompt in outputs["overlong"]["prompt_token_ids"])
+    own = outputs["a template of the recipe's own"]
+    assert own["rollout_logprobs"] is None
+    assert any(0 in mask and 1 in mask for mask in own["loss_masks"])
+    assert all(ord(">") - 33 in prompt for prompt in sent["a template of the recipe's own"])
+    assert max(map(len, sent["a conversation"])) > 60 >= max(map(len, sent["a short conversation"]))
+    assert outputs["a short conversation"]["stop_reasons"].count("length") > outputs["a conversation"][
+        "stop_reasons"
+    ].count("length")
 
 
 @pytest.mark.slow
