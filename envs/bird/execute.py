@@ -48,7 +48,10 @@ TABLE_FUNCTIONS = frozenset(
 
 PRAGMAS_WITHOUT_ARGUMENT = frozenset({"table_list", "data_version", "encoding", "page_size"})
 
-_IS_VIRTUAL = "type = 'table' AND sql LIKE 'CREATE VIRTUAL%'"
+_SPECIAL_TABLES = f"""
+SELECT name, type = 'table' AND sql LIKE 'CREATE VIRTUAL%' AS is_virtual FROM sqlite_master
+WHERE is_virtual OR (type IN ('table', 'view') AND lower(name) IN ({", ".join("?" * len(FORBIDDEN_TABLES))}))
+"""
 _OPCODES_PER_CHECK = 1000
 _CACHE_KIB = 2000
 _READ_ACTIONS = frozenset({sqlite3.SQLITE_SELECT, sqlite3.SQLITE_RECURSIVE})
@@ -214,8 +217,10 @@ def _run_watched(
     outcome, error, columns = Outcome.OK, "", ()
     connection = handle.connection
     try:
-        _connect_virtual_tables(connection, statement)
-        guard.own_tables = _own_tables(connection)
+        if handle.own_tables is None:
+            handle.own_tables = _connect_virtual_tables(connection)
+        guard.own_tables = handle.own_tables
+        _connect_table_functions(connection, statement)
         _confine(connection, limits, guard, spills=spills)
         cursor = connection.execute(statement)
         for row in cursor:
@@ -335,30 +340,29 @@ def _release(connection: sqlite3.Connection) -> None:
     connection.execute("PRAGMA shrink_memory")
 
 
-def _connect_virtual_tables(connection: sqlite3.Connection, statement: str) -> None:
-    """Sets up what the statement may read through SQLite modules.
-
-    A module declares its columns with statements that look like writes to the schema, and some prepare writes of their
-    own; once it is connected, only reads remain, and the authorizer can tell them apart.
-    """
+def _connect_table_functions(connection: sqlite3.Connection, statement: str) -> None:
+    """Sets up the table-valued functions that the statement may read; see `_connect_virtual_tables`."""
     lowered = statement.lower()
     for function in sorted(TABLE_FUNCTIONS):
         if function in lowered:
             connection.execute(f"SELECT 1 FROM {function} LIMIT 0")
-    for (table,) in connection.execute(f"SELECT name FROM sqlite_master WHERE {_IS_VIRTUAL}").fetchall():
+
+
+def _connect_virtual_tables(connection: sqlite3.Connection) -> frozenset[str]:
+    """Sets up the database's virtual tables; returns which of `FORBIDDEN_TABLES` are tables or views of its own.
+
+    A module declares its columns with statements that look like writes to the schema, and some prepare writes of their
+    own; once it is connected, only reads remain, and the authorizer can tell them apart.
+    """
+    own_tables = set()
+    for table, is_virtual in connection.execute(_SPECIAL_TABLES, sorted(FORBIDDEN_TABLES)).fetchall():
+        if not is_virtual:
+            own_tables.add(table.lower())
+            continue
         # one that cannot be connected fails in the statement too, should that read it
         with contextlib.suppress(sqlite3.Error, UnicodeError):
             connection.execute("SELECT 1 FROM {} LIMIT 0".format('"' + table.replace('"', '""') + '"'))
-
-
-def _own_tables(connection: sqlite3.Connection) -> frozenset[str]:
-    """Returns which of the names in `FORBIDDEN_TABLES` are tables or views of the database itself."""
-    names = connection.execute(
-        f"SELECT lower(name) FROM sqlite_master WHERE type IN ('table', 'view') AND NOT ({_IS_VIRTUAL}) "
-        f"AND lower(name) IN ({', '.join('?' * len(FORBIDDEN_TABLES))})",
-        sorted(FORBIDDEN_TABLES),
-    )
-    return frozenset(name for (name,) in names.fetchall())
+    return frozenset(own_tables)
 
 
 def _lower_heap_limit(connection: sqlite3.Connection, heap_bytes: int) -> None:

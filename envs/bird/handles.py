@@ -26,6 +26,8 @@ class Handle:
     connection: sqlite3.Connection
     identity: FileIdentity
     """The file that was opened."""
+    own_tables: frozenset[str] | None = None
+    """Tables of the database's own whose names are forbidden otherwise; None until virtual tables are connected."""
     reusable: bool = False
     """Whether the connection may serve another query; the borrower says so once nothing of its query is left."""
 
