@@ -84,6 +84,7 @@ def _training_spec(cfg: Any, role: str, threads: int) -> TrainingSpec:
         processor_modules=tuple(trainer.arctic_rl.processor_modules),
         loss_fn=trainer.arctic_rl.loss_fn if is_policy else None,
         use_zorro=trainer.arctic_rl.use_zorro,
+        zorro_self_check=trainer.arctic_rl.zorro_self_check,
         policy_loss=packed_policy_loss(cfg) if is_policy else None,
     )
 

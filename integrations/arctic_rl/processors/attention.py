@@ -5,8 +5,16 @@ and no [T, T] mask is ever built. The borders of the segments travel as forward 
 transformers gives them for flash attention: they are part of the call that gradient checkpointing repeats.
 
 Borders are taken from ``cu_seq_lens_q`` if given, else from a 2-D padding mask, else from restarting ``position_ids``.
+
+A model says in two ways which tokens see each other: by the mask that it asks transformers for, which is not built
+here, and by the arguments of each call. :func:`attention_use` notes both during a forward pass, so that a model that
+says something in the first way only is refused.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import torch
@@ -18,8 +26,11 @@ from .packing import row_lengths
 
 __all__ = [
     "VARLEN_ATTENTION",
+    "AttentionUse",
     "attention_implementation",
+    "attention_use",
     "keeps_segments_apart",
+    "note_call",
     "register_attention",
     "varlen_kwargs",
 ]
@@ -75,15 +86,116 @@ def varlen_kwargs(cu_seqlens: torch.Tensor, max_length: int) -> dict[str, torch.
     }
 
 
+@dataclass
+class AttentionUse:
+    """What a model asked of our attentions during a forward pass."""
+
+    shared: bool
+    """Whether every call has to bring the layout of shared prompts."""
+    calls: int = 0
+    """Calls so far."""
+    windows: set[int] = field(default_factory=set)
+    """Sliding windows of the calls, in tokens."""
+    mask_windows: set[int] = field(default_factory=set)
+    """Sliding windows, or chunks, of the masks that were asked for, in tokens."""
+
+    def check(self, model: nn.Module, longest_row: int) -> None:
+        """Refuse what would have changed the result and did not reach the attention.
+
+        Args:
+            model: what ran.
+            longest_row: longest row of the forward pass, in tokens.
+
+        Raises:
+            UnsupportedError: a sliding window shorter than that was asked for in a mask only, or rows that share
+                prompts went through other layers than attention.
+        """
+        if self.shared and not self.calls:
+            raise UnsupportedError(
+                f"{type(model).__name__} has attention of its own, which knows nothing of shared prompts; write "
+                "trainer.arctic_rl.use_zorro=false"
+            )
+        missing = sorted(window for window in self.mask_windows - self.windows if window < longest_row)
+        if missing and _has_window_layers(model):
+            raise UnsupportedError(
+                f"{type(model).__name__} has a sliding window of {missing[0]} tokens in its mask only, not in the "
+                f"calls of its attention, so rows of {longest_row} tokens would see too much; make rows at most "
+                f"{missing[0]} tokens long, or turn the window off in the model's config"
+            )
+
+
+_use: ContextVar[AttentionUse | None] = ContextVar("attention_use", default=None)
+
+
+@contextmanager
+def attention_use(*, shared: bool) -> Iterator[AttentionUse]:
+    """Note what the forward pass inside asks of our attentions."""
+    token = _use.set(AttentionUse(shared))
+    try:
+        yield _use.get()
+    finally:
+        _use.reset(token)
+
+
+def note_call(module: nn.Module, sliding_window: int | None, *, has_layout: bool) -> None:
+    """Note a call of one of our attentions.
+
+    Raises:
+        UnsupportedError: prompts are shared in this forward pass, and the layout did not come with the call.
+    """
+    use = _use.get()
+    if use is None:
+        return
+    if use.shared and not has_layout:
+        raise UnsupportedError(
+            f"{type(module).__name__} does not get the arguments that its model was called with, among them the "
+            "layout of shared prompts; write trainer.arctic_rl.use_zorro=false"
+        )
+    use.calls += 1
+    if sliding_window is not None:
+        use.windows.add(sliding_window)
+
+
+def _has_window_layers(model: nn.Module) -> bool:
+    """Whether a model has layers with a window, as far as its config says which layers have one."""
+    text = model.config.get_text_config() if hasattr(model, "config") else None
+    kinds = text.layer_types if hasattr(text, "layer_types") else None
+    return not kinds or any("sliding" in kind or "chunked" in kind for kind in kinds)
+
+
 def padding_mask_only(
-    batch_size: int, q_length: int, kv_length: int, attention_mask: torch.Tensor | None = None, **_: object
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    attention_mask: torch.Tensor | None = None,
+    local_size: int | None = None,
+    use_vmap: bool = False,
+    **kwargs: object,
 ) -> torch.Tensor | None:
-    """transformers' mask hook: hand the 2-D padding mask through, [B, S] bool, and build no [T, T] mask."""
+    """transformers' mask hook: hand the 2-D padding mask through, [B, S] bool, and build no [T, T] mask.
+
+    Args:
+        local_size: sliding window or chunk of the mask.
+        use_vmap: whether the model adds a function of its own to the mask.
+
+    Raises:
+        UnsupportedError: a mask that is not causal, or that the model adds to.
+    """
+    if use_vmap or "allow_is_bidirectional_skip" in kwargs:
+        what = "a mask that the model adds to" if use_vmap else "is_causal=False"
+        raise UnsupportedError(
+            f"attention {VARLEN_ATTENTION!r}, and prompt sharing, do not do {what}: write "
+            "trainer.arctic_rl.use_zorro=false, and on CPUs load the model with attn_implementation='sdpa' and pass "
+            "pack=False"
+        )
     if q_length != kv_length:
         raise UnsupportedError(
             f"attention {VARLEN_ATTENTION!r} works on whole sequences, not with a key-value cache ({q_length} "
             f"queries, {kv_length} keys); load the model with attn_implementation='sdpa' to generate"
         )
+    use = _use.get()
+    if use is not None and local_size is not None:
+        use.mask_windows.add(local_size)
     return attention_mask
 
 
@@ -117,6 +229,7 @@ def varlen_attention_forward(
         UnsupportedError: anything that would change the result and is not done here: dropout, a sliding window shorter
             than a segment, soft-capping, attention sinks, position biases, bidirectional attention, a key-value cache.
     """
+    note_call(module, sliding_window, has_layout=False)
     if dropout:
         raise _refused("dropout", dropout, "set attention_dropout=0 in the model's config")
     if not (module.is_causal if is_causal is None else is_causal):

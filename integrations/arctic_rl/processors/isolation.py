@@ -24,7 +24,7 @@ from .outputs import LogitsSettings, ModelOutputs
 from .packing import PackedRows, pack_rows
 from .places import ModelRows, PaddedRows
 
-__all__ = ["check_model", "check_packing", "check_row_lengths"]
+__all__ = ["Direct", "check_model", "check_packing", "check_row_lengths"]
 
 _CHECKED: weakref.WeakKeyDictionary[nn.Module, set] = weakref.WeakKeyDictionary()
 
@@ -39,7 +39,7 @@ _ROUNDING = {torch.float64: 1e-8, torch.float32: 1e-4, torch.bfloat16: 0.1, torc
 
 
 @dataclass(frozen=True)
-class _Direct:
+class Direct:
     """A module as an engine of its own, past an engine that may count or record its calls."""
 
     module: nn.Module
@@ -51,7 +51,7 @@ class _Direct:
 def check_packing(module: nn.Module, device: torch.device | str) -> None:
     """:func:`check_model` of packed rows, for a model without an engine yet."""
     settings = LogitsSettings(logits_optimization="none")
-    call = ModelCall(_Direct(module), (), settings, 1.0, entropy=False, entropy_has_grad=False, late_entropy=False)
+    call = ModelCall(Direct(module), (), settings, 1.0, entropy=False, entropy_has_grad=False, late_entropy=False)
     check_model(call, torch.device(device), packed=True)
 
 
@@ -78,7 +78,7 @@ def check_model(call: ModelCall, device: torch.device, *, packed: bool) -> None:
     direct = not isinstance(call.engine, nn.Module) and not call.args
     probe = replace(
         call,
-        engine=_Direct(module) if direct else call.engine,
+        engine=Direct(module) if direct else call.engine,
         settings=replace(call.settings, logits_optimization="none"),
         temperature=1.0,
         entropy=False,

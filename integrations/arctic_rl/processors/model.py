@@ -13,7 +13,7 @@ from torch.nn.functional import linear
 from ..errors import PackingError, UnsupportedError
 from ..zorro.attention import SHARED_ATTENTION
 from ..zorro.layout import SharedRows
-from .attention import VARLEN_ATTENTION, keeps_segments_apart, varlen_kwargs
+from .attention import VARLEN_ATTENTION, attention_use, keeps_segments_apart, varlen_kwargs
 from .logprobs import (
     chunk_rows,
     logprobs_and_entropy,
@@ -84,8 +84,9 @@ def run_model(call: ModelCall, rows: ModelRows) -> ModelOutputs:
     if call.head is None and places.selected is not None:
         inputs["logits_to_keep"] = places.selected
     reader = _Reader(call, places)
-    with reader.attached():
+    with reader.attached(), attention_use(shared=isinstance(rows, SharedRows)) as use:
         result = call.engine(*call.args, **inputs)
+    use.check(call.module, _longest_row(rows))
     logits = _logits_of(result, places.shape)
     reader.finish(logits)
     to_tokens = places.to_tokens
@@ -292,6 +293,13 @@ def _model_inputs(module: Any, rows: ModelRows) -> dict[str, Any]:
             f"give it such parameters{', or pass pack=False' if isinstance(rows, PackedRows) else ''}",
         )
     return {name: value for name, value in inputs.items() if name in accepted}
+
+
+def _longest_row(rows: ModelRows) -> int:
+    """Tokens of the longest row; of padded rows their width."""
+    if isinstance(rows, SharedRows):
+        return rows.segments.longest_row
+    return rows.max_length if isinstance(rows, PackedRows) else rows.input_ids.shape[1]
 
 
 def _check_can_pack(module: Any, config: Any, implementation: str | None) -> None:

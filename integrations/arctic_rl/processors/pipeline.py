@@ -165,7 +165,7 @@ def run_counted(
     counts |= {"calculate_entropy": call.entropy}
 
     if share is not None:
-        check_first_use(call, meta, device)
+        check_first_use(call, meta, device, training=backward is not False)
     check_model(call, device, packed=pack or rows.packed_input is not None)
     run = _Run(call, posts, loss_fn, config, device, backward, number)
     with profiled(), torch.set_grad_enabled(backward is not False):

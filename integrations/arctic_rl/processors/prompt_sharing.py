@@ -7,7 +7,7 @@ zorro_self_check     False = do not compare the first use of a model with its un
 import dataclasses
 import logging
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,11 +15,13 @@ import torch
 
 from ..errors import UnsupportedError
 from ..zorro import WHERE_POSSIBLE
-from ..zorro.self_check import check_once
+from ..zorro.self_check import check_once, check_rows
 from ..zorro.support import SWITCH_OFF, check_can_share, longest_exact_row, reasons_against
+from .isolation import Direct
 from .model import ModelCall, run_model
+from .outputs import LogitsSettings
 
-__all__ = ["Sharing", "check_first_use", "shares_prompts"]
+__all__ = ["Sharing", "check_by_running", "check_first_use", "shares_prompts"]
 
 _logger = logging.getLogger(__name__)
 _NAMED: weakref.WeakSet = weakref.WeakSet()
@@ -65,15 +67,38 @@ def shares_prompts(engine: Any, meta: Mapping[str, Any], *, pack: bool, training
     return Sharing(longest_exact_row(module))
 
 
-def check_first_use(call: ModelCall, meta: Mapping[str, Any], device: torch.device) -> None:
+def check_first_use(call: ModelCall, meta: Mapping[str, Any], device: torch.device, *, training: bool) -> None:
     """Compare shared and unshared log-probs of a small group, once a model and process; every rank calls this."""
     wanted = meta.get("zorro_self_check", True)
     if not isinstance(wanted, bool):
         raise UnsupportedError(f"meta['zorro_self_check']={wanted!r} must be True or False")
-    if not wanted:
-        return
-    plain = dataclasses.replace(call, temperature=1.0, entropy=False)
-    call.engine.eval()
-    with torch.no_grad():
-        vocab_size = call.module.config.get_text_config().vocab_size
-        check_once(call.module, lambda rows: run_model(plain, rows)["logprobs"], vocab_size, device)
+    if wanted:
+        plain = dataclasses.replace(call, temperature=1.0, entropy=False)
+        check_once(call.module, *_runner(plain), device, training=training)
+
+
+def check_by_running(module: torch.nn.Module, device: torch.device | str, *, training: bool) -> None:
+    """The same comparison for a model without an engine yet, each time that it is called.
+
+    Raises:
+        ArcticError: the model cannot run rows that share prompts, or not exactly.
+    """
+    settings = LogitsSettings(logits_optimization="compute")
+    call = ModelCall(Direct(module), (), settings, 1.0, entropy=False, entropy_has_grad=False, late_entropy=False)
+    try:
+        check_rows(module, *_runner(call), torch.device(device), training=training)
+    except (AttributeError, TypeError, ValueError, LookupError) as error:
+        raise UnsupportedError(
+            f"{type(module).__name__} cannot run rows that share their prompts ({type(error).__name__}: {error}). To "
+            f"compute every rollout's prompt separately, {SWITCH_OFF}"
+        ) from error
+
+
+def _runner(call: ModelCall) -> tuple[Callable[[Any], torch.Tensor], int]:
+    """From laid-out rows to log-probs, without gradient, and the vocabulary's size."""
+
+    def logprobs(rows: Any) -> torch.Tensor:
+        with torch.no_grad():
+            return run_model(call, rows)["logprobs"]
+
+    return logprobs, call.module.config.get_text_config().vocab_size

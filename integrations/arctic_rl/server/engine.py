@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..errors import PackingError, UnsupportedError
+from ..errors import ArcticError, PackingError, UnsupportedError
 from .specs import OptimizerSpec, TrainingSpec
 
 if TYPE_CHECKING:
@@ -23,30 +23,31 @@ GATHER_BYTES = 256 * 2**20
 def load_model(spec: TrainingSpec) -> PreTrainedModel:
     """Load ``spec.model_path`` in float32 with an attention that shares prompts, or keeps packed rows apart.
 
+    Whether the model can share prompts is read from it and, unless ``spec.zorro_self_check`` is off, seen by running
+    a few tokens both ways.
+
     Raises:
         UnsupportedError: for a model whose packed rows see each other, whose attention would drop out scores in
             training, or that is to share prompts and cannot. On GPUs, whose attention does not run in float32, the
             first call of the pipeline tells the first of these.
+        ArcticError: for a model that is to share prompts and gives other log-probs then.
     """
-    from transformers import AutoModelForCausalLM
-
     from ..processors.attention import attention_implementation
     from ..processors.isolation import check_packing
     from ..zorro.attention import register_shared_attention
-    from ..zorro.support import check_can_share, reasons_against
 
     packed = attention_implementation(spec.device)
-    model = AutoModelForCausalLM.from_pretrained(
-        spec.model_path,
-        dtype=torch.float32,
-        attn_implementation=packed if spec.use_zorro is False else register_shared_attention(),
-        trust_remote_code=True,
-    )
-    training = spec.role == "policy"
-    if spec.use_zorro:
-        check_can_share(model, training=training)
-    elif spec.use_zorro is None and (reasons := list(reasons_against(model, training=training))):
-        logger.warning("prompts are not shared between rollouts: %s", "; ".join(reasons))
+    model = None
+    try:
+        model = _pretrained(spec, packed if spec.use_zorro is False else register_shared_attention())
+        if spec.use_zorro is not False:
+            _check_sharing(model, spec)
+    except ArcticError as error:
+        if spec.use_zorro is not None:
+            raise
+        logger.warning("prompts are not shared between rollouts: %s", error)
+        if model is None:
+            model = _pretrained(spec, packed)
         model.set_attn_implementation(packed)
     if spec.device == "cpu":
         try:
@@ -58,17 +59,45 @@ def load_model(spec: TrainingSpec) -> PreTrainedModel:
                 "Mistral families do"
             ) from error
     dropout = model.config.get_text_config().to_dict().get("attention_dropout")
-    if spec.device == "cpu" and training and dropout:
+    if spec.device == "cpu" and spec.role == "policy" and dropout:
         raise UnsupportedError(
             f"trainer.{spec.role}.model.path={spec.model_path}: attention_dropout={dropout} in its config.json is not "
             "done on CPUs; write 0.0 there"
         )
-    if spec.gradient_checkpointing and training:
+    if spec.gradient_checkpointing and spec.role == "policy":
         model.gradient_checkpointing_enable(
             gradient_checkpointing_kwargs={"use_reentrant": spec.gradient_checkpointing_use_reentrant}
         )
     model.config.use_cache = False
+    return model
+
+
+def _pretrained(spec: TrainingSpec, attention: str) -> PreTrainedModel:
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            spec.model_path, dtype=torch.float32, attn_implementation=attention, trust_remote_code=True
+        )
+    except KeyError as error:
+        if error.args != (attention,):
+            raise
+        raise UnsupportedError(
+            f"trainer.{spec.role}.model.path={spec.model_path}: this model chooses its attention from a table of its "
+            f"own, which has no {attention!r}, so its rows cannot share prompts, nor be packed on {spec.device!r}; "
+            "write a model on transformers' attention interface, as the Qwen, Llama and Mistral families are"
+        ) from error
     return model.to(spec.device)
+
+
+def _check_sharing(model: PreTrainedModel, spec: TrainingSpec) -> None:
+    from ..processors.prompt_sharing import check_by_running
+    from ..zorro.support import check_can_share
+
+    training = spec.role == "policy"
+    check_can_share(model, training=training)
+    if spec.zorro_self_check:
+        check_by_running(model, spec.device, training=training)
 
 
 def deepspeed_config(spec: TrainingSpec) -> dict[str, Any]:

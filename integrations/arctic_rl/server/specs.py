@@ -58,6 +58,8 @@ class TrainingSpec:
     """A loss of the user's that updates will name; looked up at start-up, so that a wrong name ends the run there."""
     use_zorro: bool | None = None
     """Whether prompts are shared between rollouts: True = the model must allow it, None = if it does."""
+    zorro_self_check: bool = True
+    """Whether a few tokens are run with and without shared prompts before the model may share any."""
     policy_loss: bytes | None = field(default=None, repr=False)
     """A loss that updates will carry (``processors.skyrl_losses``), loaded at start-up for the same reason."""
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ..errors import UnsupportedError
-from ..processors.attention import padding_mask_only, varlen_attention_forward
+from ..processors.attention import note_call, padding_mask_only, varlen_attention_forward
 from .kernels import Kernel, ScoreSettings, choose_kernel
 from .layout import SharedSegments
 from .passes import AttentionPass, packed_pass
@@ -90,6 +90,7 @@ def shared_attention_forward(
             **extra,
             **kwargs,
         )
+    note_call(module, sliding_window, has_layout=shared_segments is not None)
     if dropout:
         raise _refused("dropout", dropout)
     if not (module.is_causal if is_causal is None else is_causal):
@@ -191,6 +192,8 @@ def _parts(q: torch.Tensor, cross: AttentionPass) -> tuple[slice, slice]:
 
 
 def _refused(name: str, setting: object) -> UnsupportedError:
+    if isinstance(setting, torch.Tensor):
+        setting = f"a tensor {list(setting.shape)}"
     return UnsupportedError(
         f"attention {SHARED_ATTENTION!r} does not do {name}={setting} over shared prompts: write "
         "trainer.arctic_rl.use_zorro=false"

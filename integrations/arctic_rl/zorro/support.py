@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from ..errors import UnsupportedError
 from .attention import SHARED_ATTENTION
@@ -20,6 +21,12 @@ _RECURRENT = re.compile(r"Mamba|SSM|Rwkv|RWKV|LinearAttention|GatedDelta|Recurre
 """Class names of layers whose state runs along the tokens."""
 
 _ABSOLUTE_POSITIONS = re.compile(r"(^|\.)(wpe|embed_positions|position_embeddings?|pos_embed\w*)$")
+
+_DRAWN = re.compile(r"drop(out|_?path|_prob|_rate|$)|pdrop|layerdrop|jitter")
+"""Names of config entries for what is drawn at random in training."""
+
+_OF_OTHER_HEADS = re.compile(r"^(classifier|summary|token_classifier|seq_classif|task)")
+"""Names of config entries for heads that a language model does not have."""
 
 
 def check_can_share(model: Any, *, training: bool) -> None:
@@ -48,12 +55,14 @@ def reasons_against(model: Any, *, training: bool) -> Iterator[str]:
         return
     if config._attn_implementation != SHARED_ATTENTION:
         yield f"it was loaded with attn_implementation={config._attn_implementation!r} instead of {SHARED_ATTENTION!r}"
+    if not model._can_set_attn_implementation():
+        yield "it has attention of its own, not transformers' attention interface"
     settings = config.get_text_config().to_dict()
     yield from _mixing(model, settings)
     yield from _positions(model, settings)
     if any(name.rsplit(".", 1)[-1] == "sinks" for name, _ in model.named_parameters()):
         yield "it has attention sinks"
-    if any(vars(module).get("is_causal") is False for module in model.modules()):
+    if settings.get("is_causal") is False or any(vars(module).get("is_causal") is False for module in model.modules()):
         yield "it has attention that is not causal"
     if training:
         yield from _randomness(model, settings)
@@ -120,11 +129,20 @@ def _rope_parameters(settings: dict[str, Any]) -> Iterator[dict[str, Any]]:
 def _randomness(model: nn.Module, settings: dict[str, Any]) -> Iterator[str]:
     """What is drawn anew for every row while training."""
     dropped = {
-        name: module.p for name, module in model.named_modules() if isinstance(module, nn.Dropout) and module.p > 0
+        name: module.p for name, module in model.named_modules() if isinstance(module, _DropoutNd) and module.p > 0
     }
     if dropped:
         name, p = next(iter(dropped.items()))
         yield f"it drops out activations in training ({name}, p={p}: each row would have to draw its own)"
-    for name in ("attention_dropout", "router_jitter_noise"):
-        if settings.get(name):
-            yield f"{name}={settings[name]} in its config is drawn for each row in training"
+    for name, value in _numbers(settings):
+        if value > 0 and _DRAWN.search(name) and not _OF_OTHER_HEADS.search(name):
+            yield f"{name}={value} in its config is drawn for each row in training"
+
+
+def _numbers(settings: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    """Numbers of a config and of the configs in it, by name."""
+    for name, value in settings.items():
+        if isinstance(value, dict):
+            yield from _numbers(value)
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            yield name, value

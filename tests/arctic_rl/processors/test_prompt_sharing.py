@@ -10,7 +10,14 @@ from integrations.arctic_rl.processors.attention import register_attention
 from integrations.arctic_rl.processors.pipeline import register_loss_fn, register_post_processor, run_pipeline
 from integrations.arctic_rl.processors.registry import get_loss_fn, known_loss_fns
 from tests.arctic_rl.processors.helpers import FakeEngine, assert_gradients_agree, gradients, wide
-from tests.arctic_rl.zorro.families import family_model, reference_of, response_mask_of, rollouts, row_logprobs
+from tests.arctic_rl.zorro.families import (
+    family_model,
+    random_model,
+    reference_of,
+    response_mask_of,
+    rollouts,
+    row_logprobs,
+)
 
 MODES = ["none", "compute", "memory"]
 AGG_MODES = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "sum"]
@@ -412,19 +419,78 @@ def test_self_check_runs_once_and_stops_a_wrong_model():
         _, engine = update(model, batch, SHARED, {"loss_fn": "sft"}, max_tokens_per_mb=900)
         calls.append(len(engine.forward_shapes))
         assert model.training
-    assert calls == [3, 1]
+    assert calls == [5, 1]
+    forward_only = family_model("qwen3")
+    calls = []
+    for backward in (False, False, True, True):
+        _, engine = update(forward_only, batch, SHARED, {"loss_fn": "sft"}, backward=backward, max_tokens_per_mb=900)
+        calls.append(len(engine.forward_shapes))
+    assert calls == [3, 1, 5, 1]
     fresh = family_model("qwen3")
     _, engine = update(fresh, batch, SHARED | {"zorro_self_check": False}, {"loss_fn": "sft"}, max_tokens_per_mb=900)
     assert len(engine.forward_shapes) == 1
 
     wrong = family_model("qwen3", initializer_range=0.4)
-    layer = wrong.model.layers[0].self_attn
-    forward = layer.forward
-    layer.forward = lambda *args, **kwargs: forward(
-        *args, **{k: v for k, v in kwargs.items() if k != "shared_segments"}
-    )
+    wrong.model.embed_tokens.register_forward_hook(lambda _module, _inputs, out: out + 0.3 * out.roll(1, dims=1))
     with pytest.raises(ArcticError, match=r"gives other log-probs where prompts are shared"):
         update(wrong, batch, SHARED, {"loss_fn": "sft"})
+
+
+@pytest.mark.parametrize("layers", [[1], [0, 1]])
+def test_layers_that_drop_the_layout_are_refused_without_a_self_check(layers: list[int]):
+    model = family_model("qwen3")
+    for number in layers:
+        attention = model.model.layers[number].self_attn
+        forward = attention.forward
+        attention.forward = lambda *args, forward=forward, **kwargs: forward(
+            *args, **{name: value for name, value in kwargs.items() if name != "shared_segments"}
+        )
+    with pytest.raises(UnsupportedError, match=r"Qwen3Attention does not get.*use_zorro=false"):
+        update(model, training_batch([2, 2], 15), SHARED | {"zorro_self_check": False}, {"loss_fn": "sft"})
+
+
+def test_attention_that_never_asks_ours_is_refused_without_a_self_check():
+    model = family_model("qwen3")
+    for layer in model.model.layers:
+        layer.self_attn.forward = lambda hidden_states, **_: (hidden_states, None)
+    with pytest.raises(UnsupportedError, match=r"Qwen3ForCausalLM has attention of its own.*use_zorro=false"):
+        update(model, training_batch([2, 2], 15), SHARED | {"zorro_self_check": False}, {"loss_fn": "sft"})
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+@pytest.mark.parametrize(
+    ("config_name", "settings"),
+    [
+        ("Qwen2MoeConfig", {"use_sliding_window": True, "max_window_layers": 1, "shared_expert_intermediate_size": 8}),
+        ("PhimoeConfig", {"num_local_experts": 4, "router_jitter_noise": 0.0}),
+    ],
+)
+def test_a_window_that_stands_in_the_mask_alone_is_refused(config_name: str, settings: dict, wanted: bool):
+    """These families build a mask with a window, and do not hand the window to their attention."""
+    settings = settings | {"num_experts_per_tok": 2, "sliding_window": 9}
+    model = random_model(config_name, settings | {"initializer_range": 0.4})
+    batch = training_batch([2, 2], 4, max_prompt=14)
+    assert int(batch["attention_mask"].sum(1).max()) > 9
+    meta = {"zorro_train_enable": wanted, "zorro_self_check": False}
+    with pytest.raises(UnsupportedError, match=r"sliding window of 9 tokens in its mask only"):
+        update(model, batch, meta, {"post": ["compute_logprobs"]}, backward=False)
+    short = training_batch([2, 2], 4, max_prompt=3, max_response=5)
+    assert int(short["attention_mask"].sum(1).max()) <= 9
+    update(model, short, meta, {"post": ["compute_logprobs"]}, backward=False)
+
+
+def test_a_model_that_draws_at_random_in_training_is_refused_there():
+    """Whatever its config says."""
+    model = family_model("qwen3")
+    model.model.embed_tokens.register_forward_hook(
+        lambda module, _inputs, out: out + 0.01 * torch.randn_like(out) if module.training else out
+    )
+    batch = training_batch([2, 2], 4)
+    state = torch.get_rng_state()
+    update(model, batch, SHARED, {"post": ["compute_logprobs"]}, backward=False)
+    with pytest.raises(ArcticError, match=r"Qwen3ForCausalLM draws at random in training.*use_zorro=false"):
+        update(model, batch, SHARED, {"loss_fn": "sft"})
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_same_numbers_in_the_first_update_of_a_batch(qwen):

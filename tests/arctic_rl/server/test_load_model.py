@@ -5,9 +5,10 @@ import logging
 
 import pytest
 import torch
+import transformers
 from transformers import BloomConfig, BloomForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from integrations.arctic_rl.errors import UnsupportedError
+from integrations.arctic_rl.errors import ArcticError, UnsupportedError
 from integrations.arctic_rl.server.engine import load_model
 from integrations.arctic_rl.server.specs import OptimizerSpec, TrainingSpec
 
@@ -72,6 +73,40 @@ def test_dropout_of_attention_is_refused_before_the_first_update(spec_of):
     with pytest.raises(UnsupportedError, match=r"trainer.policy.model.path=.*attention_dropout=0.3 .*write 0.0"):
         load_model(spec_of(dropout=0.3))
     load_model(spec_of(dropout=0.3, role="ref"))
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [
+        ("Nemotron", "NemotronAttention does not get the arguments"),
+        ("StableLm", "StableLmAttention does not get the arguments"),
+    ],
+)
+def test_what_only_running_a_model_tells(spec_of, tmp_path, caplog, family: str, reason: str):
+    folder = str(tmp_path / family)
+    saved_model(family, folder, initializer_range=0.4)
+    with caplog.at_level(logging.WARNING):
+        assert load_model(spec_of(model_path=folder)).config._attn_implementation == "arctic_varlen"
+    assert reason in caplog.text
+    with pytest.raises(ArcticError, match=f"{reason}.*use_zorro=false"):
+        load_model(spec_of(model_path=folder, use_zorro=True))
+    unchecked = load_model(spec_of(model_path=folder, use_zorro=True, zorro_self_check=False))
+    assert unchecked.config._attn_implementation == "arctic_zorro"
+
+
+@pytest.mark.parametrize("use_zorro", [None, True, False])
+@pytest.mark.parametrize("family", ["GPTJ", "Falcon"])
+def test_a_model_with_a_table_of_attentions_is_refused_by_name(spec_of, tmp_path, family: str, use_zorro: bool | None):
+    folder = str(tmp_path / family)
+    saved_model(family, folder, n_embd=16, n_layer=1, n_head=2, rotary_dim=4)
+    with pytest.raises(UnsupportedError, match=r"trainer.policy.model.path=.*table of its own"):
+        load_model(spec_of(model_path=folder, use_zorro=use_zorro))
+
+
+def saved_model(family: str, folder: str, **settings) -> None:
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**SIZES | {"pad_token_id": 0, "bos_token_id": 1} | settings)
+    getattr(transformers, f"{family}ForCausalLM")(config).save_pretrained(folder)
 
 
 def test_a_model_whose_packed_rows_see_each_other_is_refused(spec_of, tmp_path):

@@ -22,12 +22,17 @@ FAMILIES = {
 
 
 def family_model(family: str, attention: str | None = None, seed: int = 0, **changes) -> torch.nn.Module:
+    """:func:`random_model` of a family."""
+    name, settings = FAMILIES[family]
+    return random_model(name, settings | changes, attention, seed)
+
+
+def random_model(config_name: str, settings: dict, attention: str | None = None, seed: int = 0) -> torch.nn.Module:
     """Two layers, float32, grouped-query attention, on the attention that shares prompts unless told otherwise."""
     import transformers
 
     from integrations.arctic_rl.zorro.attention import register_shared_attention
 
-    name, settings = FAMILIES[family]
     common = {
         "vocab_size": VOCAB,
         "hidden_size": 32,
@@ -40,7 +45,7 @@ def family_model(family: str, attention: str | None = None, seed: int = 0, **cha
         "initializer_range": 0.15,
     }
     torch.manual_seed(seed)
-    config = getattr(transformers, name)(**common | settings | changes)
+    config = getattr(transformers, config_name)(**common | settings)
     implementation = register_shared_attention() if attention is None else attention
     return transformers.AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
 

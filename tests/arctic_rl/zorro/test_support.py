@@ -58,6 +58,18 @@ REFUSED = {
     "mrope": ("Qwen3Config", SMALL | {"rope_parameters": MROPE}, "mrope"),
     "dropout": ("LlamaConfig", SMALL | {"attention_dropout": 0.1}, "attention_dropout=0.1"),
     "residual dropout": ("Phi3Config", SMALL | {"resid_pdrop": 0.2}, "resid_attn_dropout, p=0.2"),
+    "dropout that is no module": (
+        "SeedOssConfig",
+        SMALL | {"attention_dropout": 0.0, "residual_dropout": 0.1},
+        "residual_dropout=0.1",
+    ),
+    "dropout of embeddings": ("Starcoder2Config", SMALL | {"embedding_dropout": 0.2}, "embedding_dropout=0.2"),
+    "noise on what experts get": (
+        "PhimoeConfig",
+        SMALL | {"num_local_experts": 2, "router_jitter_noise": 0.0, "input_jitter_noise": 0.3},
+        "input_jitter_noise=0.3",
+    ),
+    "attention of its own": ("GPTNeoXJapaneseConfig", SMALL, "attention of its own"),
     "router noise": (
         "MixtralConfig",
         SMALL | {"num_local_experts": 2, "router_jitter_noise": 0.1},
@@ -90,7 +102,10 @@ def test_tested_families_can(family: str):
     assert longest_exact_row(family_model(family)) is None
 
 
-@pytest.mark.parametrize("name", ["dropout", "residual dropout", "router noise"])
+@pytest.mark.parametrize(
+    "name",
+    ["dropout", "residual dropout", "dropout that is no module", "noise on what experts get", "router noise"],
+)
 def test_what_is_drawn_in_training_does_not_matter_otherwise(name: str):
     config_name, settings, _ = REFUSED[name]
     assert list(reasons_against(build(config_name, settings), training=False)) == []
@@ -104,7 +119,13 @@ def test_another_attention_and_other_modules():
     assert list(reasons_against(family_model("llama", "sdpa"), training=False)) != []
 
 
+def test_dropout_of_heads_that_a_language_model_does_not_have():
+    for name in ("classifier_dropout", "summary_first_dropout"):
+        assert list(reasons_against(build("LlamaConfig", SMALL | {name: 0.1}), training=True)) == []
+
+
 def test_attention_that_is_not_causal():
+    assert "not causal" in " ".join(reasons_against(family_model("llama", is_causal=False), training=False))
     model = family_model("gemma3", use_bidirectional_attention=True)
     assert "attention that is not causal" in " ".join(reasons_against(model, training=False))
 
