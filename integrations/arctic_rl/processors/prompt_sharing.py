@@ -15,7 +15,7 @@ import torch
 
 from ..errors import UnsupportedError
 from ..zorro import WHERE_POSSIBLE
-from ..zorro.self_check import check_once, check_rows
+from ..zorro.self_check import check_draws, check_once, check_rows
 from ..zorro.support import SWITCH_OFF, check_can_share, longest_exact_row, reasons_against
 from .isolation import Direct
 from .model import ModelCall, run_model
@@ -81,12 +81,14 @@ def check_by_running(module: torch.nn.Module, device: torch.device | str, *, tra
     """The same comparison for a model without an engine yet, each time that it is called.
 
     Raises:
-        ArcticError: the model cannot run rows that share prompts, or not exactly.
+        ArcticError: the model cannot run rows that share prompts, or not exactly, or draws at random in training.
     """
     settings = LogitsSettings(logits_optimization="compute")
     call = ModelCall(Direct(module), (), settings, 1.0, entropy=False, entropy_has_grad=False, late_entropy=False)
     try:
-        check_rows(module, *_runner(call), torch.device(device), training=training)
+        check_rows(module, *_runner(call), torch.device(device))
+        if training:
+            check_draws(module, *_runner(call), torch.device(device))
     except (AttributeError, TypeError, ValueError, LookupError) as error:
         raise UnsupportedError(
             f"{type(module).__name__} cannot run rows that share their prompts ({type(error).__name__}: {error}). To "

@@ -18,10 +18,10 @@ from .groups import RowGroup
 from .layout import SharedRows, share_rows
 from .support import SWITCH_OFF
 
-__all__ = ["check_once", "check_rows"]
+__all__ = ["check_draws", "check_once", "check_rows"]
 
-_CHECKED: weakref.WeakKeyDictionary[Any, set[bool]] = weakref.WeakKeyDictionary()
-"""Whether it was for training, for every model that has been checked."""
+_CHECKED: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
+"""Names of the checks that a model has passed."""
 
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.05}
 """Mean difference of log-probs, in nats, by the model's dtype. Attention to a wrong token costs a trained model far
@@ -32,72 +32,87 @@ _SUFFIXES = (1, 4, 7)
 _OTHER = ((5, (3, 2)), (9, (0,)))
 
 
+LogProbs = Callable[[SharedRows | PackedRows], torch.Tensor]
+"""From laid-out rows to log-probs [b, S], by the model, without gradient."""
+
+
 def check_once(
-    module: Any,
-    logprobs: Callable[[SharedRows | PackedRows], torch.Tensor],
-    vocab_size: int,
-    device: torch.device,
-    *,
-    training: bool = False,
+    module: Any, logprobs: LogProbs, vocab_size: int, device: torch.device, *, training: bool = False
 ) -> float | None:
-    """:func:`check_rows` the first time that a model is seen in this process, and the first time to be trained."""
+    """:func:`check_rows` the first time that a model is seen in this process, :func:`check_draws` the first time that
+    it is about to be trained.
+
+    Returns:
+        The mean difference of shared from unshared log-probs, in nats; None if this model has been compared.
+    """
     done = _CHECKED.setdefault(module, set())
-    if training in done:
-        return None
-    difference = check_rows(module, logprobs, vocab_size, device, training=training)
-    done |= {training, False}
+    difference = None
+    if "rows" not in done:
+        difference = check_rows(module, logprobs, vocab_size, device)
+        done.add("rows")
+    if training and "draws" not in done:
+        check_draws(module, logprobs, vocab_size, device)
+        done.add("draws")
     return difference
 
 
-def check_rows(
-    module: Any,
-    logprobs: Callable[[SharedRows | PackedRows], torch.Tensor],
-    vocab_size: int,
-    device: torch.device,
-    *,
-    training: bool = False,
-) -> float:
+def check_rows(module: Any, logprobs: LogProbs, vocab_size: int, device: torch.device) -> float:
     """Compare log-probs of shared and unshared prompts.
 
     The tokens are random, and the same on every rank, so that ranks stay in step in their collective calls. Train and
-    eval mode and random states stay as they were.
+    eval mode stay as they were.
 
     Args:
         module: the model.
-        logprobs: from laid-out rows to log-probs [b, S], by the model, without gradient.
         vocab_size: ids are drawn below it.
-        training: also look for what is drawn at random in train mode.
 
     Returns:
         The mean difference, in nats.
 
     Raises:
-        ArcticError: the two differ by more than rounding, or two runs in train mode do.
+        ArcticError: the two differ by more than rounding.
     """
     ids, mask, groups = _rows(vocab_size, device)
     shared = share_rows(ids, mask, groups)
-    dtype = next(parameter.dtype for parameter in module.parameters() if parameter.is_floating_point())
-    name = type(module).__name__
     with _mode(module, False):
         mean, largest = _differences(logprobs(shared), logprobs(pack_rows(ids, mask)), shared)
-    if not mean <= _TOLERANCE[dtype]:
+    tolerance = _tolerance(module)
+    if not mean <= tolerance:
         raise ArcticError(
-            f"{name} gives other log-probs where prompts are shared than where they are not, in "
-            f"{dtype}: by {mean:.3g} nats on average (allowed: {_TOLERANCE[dtype]}), {largest:.3g} at most. "
+            f"{type(module).__name__} gives other log-probs where prompts are shared than where they are not, in "
+            f"{_dtype(module)}: by {mean:.3g} nats on average (allowed: {tolerance}), {largest:.3g} at most. "
             f"To compute every rollout's prompt separately, {SWITCH_OFF}"
         )
-    if training:
-        random_states = torch.random.fork_rng([device] if device.type == "cuda" else [])
-        with _mode(module, True), random_states, warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="None of the inputs have requires_grad=True")
-            drawn, largest = _differences(logprobs(shared), logprobs(shared), shared)
-        if not drawn <= _TOLERANCE[dtype]:
-            raise ArcticError(
-                f"{name} draws at random in training, so prompts cannot be shared between rollouts, which would each "
-                f"draw for themselves: two runs over the same tokens differ by {drawn:.3g} nats on average. To "
-                f"compute every rollout's prompt separately, {SWITCH_OFF}"
-            )
     return mean
+
+
+def check_draws(module: Any, logprobs: LogProbs, vocab_size: int, device: torch.device) -> None:
+    """Look for what is drawn at random in train mode; arguments as of :func:`check_rows`.
+
+    Train and eval mode and random states stay as they were.
+
+    Raises:
+        ArcticError: two runs over the same rows differ by more than rounding.
+    """
+    shared = share_rows(*_rows(vocab_size, device))
+    random_states = torch.random.fork_rng([device] if device.type == "cuda" else [])
+    with _mode(module, True), random_states, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="None of the inputs have requires_grad=True")
+        mean, _ = _differences(logprobs(shared), logprobs(shared), shared)
+    if not mean <= _tolerance(module):
+        raise ArcticError(
+            f"{type(module).__name__} draws at random in training, so prompts cannot be shared between rollouts, "
+            f"which would each draw for themselves: two runs over the same tokens differ by {mean:.3g} nats on "
+            f"average. To compute every rollout's prompt separately, {SWITCH_OFF}"
+        )
+
+
+def _dtype(module: Any) -> torch.dtype:
+    return next(parameter.dtype for parameter in module.parameters() if parameter.is_floating_point())
+
+
+def _tolerance(module: Any) -> float:
+    return _TOLERANCE[_dtype(module)]
 
 
 def _differences(one: torch.Tensor, other: torch.Tensor, rows: SharedRows) -> tuple[float, float]:
