@@ -158,3 +158,14 @@ def test_scripts_only_set_values():
     for name in [*GPUS, *NEEDS_A_CRITIC, "bird_values"]:
         text = (EXAMPLES / f"{name}.sh").read_text()
         assert not words.search(text), name
+
+
+def test_smoke_data_has_rows_of_the_recipes_environment(tmp_path, monkeypatch):
+    made = []
+    monkeypatch.setattr("examples.quickstart._make", lambda target, command: made.append((target.name, command)))
+    smoke.main(["--cache_dir", str(tmp_path), "--env_class", "bird_multi_turn"])
+    assert [name for name, _ in made] == ["data-0", "model-0", "data-0-bird_multi_turn"]
+    assert [command[-1] for _, command in made] == ["bird", "0", "bird_multi_turn"]
+    made.clear()
+    smoke.main(["--cache_dir", str(tmp_path)])
+    assert [name for name, _ in made] == ["data-0", "model-0"]
