@@ -53,6 +53,10 @@ def workers():
     return [pid for scorer in standalone._scorers.values() for pid in scorer.pool.process_ids()]
 
 
+def killed_workers():
+    return sum(scorer.pool.counters["timed_out"] for scorer in standalone._scorers.values())
+
+
 def test_verl_loads_the_file_by_its_path(shop_db, tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", BY_PATH, str(REWARD_FILE), str(shop_db)],
@@ -65,20 +69,19 @@ def test_verl_loads_the_file_by_its_path(shop_db, tmp_path):
 
 
 def test_a_long_built_in_call_is_killed_and_costs_only_itself(shop_db):
+    """It would run for hours, and never reaches the callback that looks at the clock."""
     assert score(shop_db, "SELECT 1")["score"] == 1.0
-    before = workers()
+    killed = killed_workers()
     began = time.monotonic()
     with ThreadPoolExecutor(4) as threads:
         stuck = threads.submit(score, shop_db, LONG_BUILT_IN, timeout_s=2.0)
-        others = [threads.submit(score, shop_db, f"SELECT {i % 2}", timeout_s=2.0) for i in range(20)]
+        others = [threads.submit(score, shop_db, f"SELECT {i % 2}") for i in range(20)]
         assert [other.result()["score"] for other in others] == [0.1, 1.0] * 10
         record = stuck.result()
     assert (record["outcome"], record["score"], record["judged"]) == ("timed_out", 0.0, True)
-    assert 2.0 <= time.monotonic() - began < 5.0
-    assert set(before) - set(workers())
-    began = time.monotonic()
-    assert score(shop_db, "SELECT 1", timeout_s=2.0)["score"] == 1.0
-    assert time.monotonic() - began < 5.0
+    assert 2.0 <= time.monotonic() - began < 60.0
+    assert killed_workers() == killed + 1
+    assert score(shop_db, "SELECT 2 - 1")["score"] == 1.0
 
 
 def test_a_worker_that_is_killed_costs_nothing(shop_db):
