@@ -65,8 +65,36 @@ def model_kind_problems(cfg: Any) -> Iterator[str]:
             continue
         if config.get("vision_config") is not None:
             yield f"{setting}: a multimodal model, and those are not there yet; use a text model"
+        config |= _changes(cfg, setting.split(".")[1])
         yield from _context_problems(setting, config, cfg)
         yield from _attention_problems(setting, config, cfg)
+    yield from _unknown_values(cfg)
+
+
+def _changes(cfg: Any, role: str) -> dict[str, Any]:
+    """Values that the recipe puts in place of those of a model's ``config.json``."""
+    return {} if cfg.trainer.strategy == "megatron" else vars(cfg.trainer)[role].model_config_kwargs
+
+
+def _unknown_values(cfg: Any) -> Iterator[str]:
+    from transformers import AutoConfig
+
+    from .server.model_config import unknown_names
+
+    for role in _roles(cfg):
+        path, changes = vars(cfg.trainer)[role].model.path, _changes(cfg, role)
+        if not changes or path is None or not (Path(path).expanduser() / "config.json").is_file():
+            continue
+        try:
+            config = AutoConfig.from_pretrained(str(Path(path).expanduser()), trust_remote_code=True)
+        except (OSError, ValueError) as error:
+            yield f"trainer.{role}.model.path={path}: its config cannot be loaded ({' '.join(str(error).split())})"
+            continue
+        for name in unknown_names(config, changes):
+            yield (
+                f"trainer.{role}.model_config_kwargs.{name}={changes[name]}: the config of {path} "
+                f"({type(config).__name__}) has no such value; leave it out"
+            )
 
 
 def _context_problems(setting: str, config: dict[str, Any], cfg: Any) -> Iterator[str]:
@@ -106,11 +134,14 @@ def _attention_problems(setting: str, config: dict[str, Any], cfg: Any) -> Itera
 
 def _models(cfg: Any) -> list[tuple[str, str]]:
     """``(setting=path, path)`` of every model that the recipe loads, once where both are the same."""
-    trainer = cfg.trainer
-    uses_reference = trainer.algorithm.use_kl_loss or trainer.algorithm.use_kl_in_reward
-    paths = {role: vars(trainer)[role].model.path for role in (["policy", "ref"] if uses_reference else ["policy"])}
+    paths = {role: vars(cfg.trainer)[role].model.path for role in _roles(cfg)}
     distinct = {path: role for role, path in reversed(paths.items()) if path is not None}
     return [(f"trainer.{role}.model.path={path}", path) for path, role in reversed(distinct.items())]
+
+
+def _roles(cfg: Any) -> list[str]:
+    algorithm = cfg.trainer.algorithm
+    return ["policy", "ref"] if algorithm.use_kl_loss or algorithm.use_kl_in_reward else ["policy"]
 
 
 def checkpoint_problems(cfg: Any) -> Iterator[str]:

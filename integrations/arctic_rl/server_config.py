@@ -85,8 +85,14 @@ def _training_spec(cfg: Any, role: str, threads: int) -> TrainingSpec:
         loss_fn=trainer.arctic_rl.loss_fn if is_policy else None,
         use_zorro=trainer.arctic_rl.use_zorro,
         zorro_self_check=trainer.arctic_rl.zorro_self_check,
+        model_config=_model_config(cfg, role),
         policy_loss=packed_policy_loss(cfg) if is_policy else None,
     )
+
+
+def _model_config(cfg: Any, role: str) -> dict[str, Any]:
+    """What SkyRL's FSDP workers read; its Megatron workers read ``megatron_config``."""
+    return {} if cfg.trainer.strategy == "megatron" else dict(vars(cfg.trainer)[role].model_config_kwargs)
 
 
 def _sampling_spec(cfg: Any) -> SamplingSpec:

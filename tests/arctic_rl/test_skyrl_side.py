@@ -87,7 +87,6 @@ class TestParsing:
 REFUSED = {
     "trainer.critic.model.path": "some/model",
     "trainer.policy.model.lora.rank": "8",
-    "trainer.policy.model_config_kwargs": "{a: 1}",
     "trainer.ref.language_model_only": "true",
     "trainer.mtp.enabled": "true",
     "generator.vision_language_generator": "true",
@@ -356,6 +355,46 @@ class TestInspection:
         lines = inspect_config(parse(f"trainer.policy.model.path={tmp_path}", *overrides)).refused
         assert len(lines) == (said is not None)
         assert said is None or re.search(said, lines[0])
+
+
+class TestModelConfig:
+    """Values in place of those of a model's config: trainer and engines must agree on them."""
+
+    POLICY = "trainer.policy.model_config_kwargs"
+    ENGINES = "generator.inference_engine.engine_init_kwargs.hf_overrides"
+
+    def test_both_sides_are_given_theirs(self):
+        cfg = parse(f"{self.POLICY}.rms_norm_eps=0.5", f"{self.ENGINES}.rms_norm_eps=0.5")
+        assert inspect_config(cfg).refused == []
+        config = server_config(cfg, run_id="", env_vars={})
+        assert config.policy.model_config == {"rms_norm_eps": 0.5} and config.reference.model_config == {}
+        assert config.sampling.engine_kwargs["hf_overrides"] == {"rms_norm_eps": 0.5}
+        cfg = parse("trainer.ref.model_config_kwargs.rms_norm_eps=0.5")
+        assert inspect_config(cfg).refused == []
+        assert server_config(cfg, run_id="", env_vars={}).reference.model_config == {"rms_norm_eps": 0.5}
+
+    @pytest.mark.parametrize("engines", [[], [f"{ENGINES}.rms_norm_eps=0.4"], [f"{ENGINES}.hidden_act=relu"]])
+    def test_engines_of_another_config_are_refused(self, engines):
+        (line,) = inspect_config(parse(f"{self.POLICY}.rms_norm_eps=0.5", *engines)).refused
+        assert line.startswith(f"{self.POLICY}.rms_norm_eps=0.5: ")
+        assert line.endswith(f"; write {self.ENGINES}.rms_norm_eps too")
+
+    @pytest.mark.parametrize("name", ["dtype", "torch_dtype", "attn_implementation", "use_cache"])
+    def test_what_something_else_rules(self, name):
+        for role in ("policy", "ref"):
+            (line,) = inspect_config(parse(f"trainer.{role}.model_config_kwargs.{name}=odd")).refused
+            assert line.startswith(f"trainer.{role}.model_config_kwargs.{name}=odd: another setting rules it; ")
+
+    def test_names_that_the_models_config_does_not_have(self, tmp_path):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "max_position_embeddings": 600}))
+        path = f"trainer.policy.model.path={tmp_path}"
+        same = [f"{name}.rms_nrom_eps=1" for name in (self.POLICY, self.ENGINES, "trainer.ref.model_config_kwargs")]
+        context, policy, reference = inspect_config(parse(path, *same)).refused
+        assert "600 tokens" in context
+        assert policy.startswith(f"{self.POLICY}.rms_nrom_eps=1: the config of {tmp_path} (LlamaConfig) has no such")
+        assert reference.startswith("trainer.ref.model_config_kwargs.rms_nrom_eps=1: ")
+        longer = [f"{name}.max_position_embeddings=1600" for name in (self.POLICY, self.ENGINES)]
+        assert inspect_config(parse(path, *longer, "trainer.algorithm.use_kl_loss=false")).refused == []
 
 
 ODD = {

@@ -34,6 +34,12 @@ class CountEnv(BaseTextEnv):
 if "count" not in registry:
     register(id="count", entry_point="count_env:CountEnv")
 """
+ROPE = "{rope_type: linear, factor: 4.0, rope_theta: 10000.0}"
+OTHER_CONFIG = {
+    "trainer.policy.model_config_kwargs.rope_parameters": ROPE,
+    "generator.inference_engine.engine_init_kwargs.hf_overrides.rope_parameters": ROPE,
+}
+"""Another model than the folder's, so that its log-probs agree only where trainer and engines both have it so."""
 STEP_WISE = {
     "generator.step_wise_trajectories": True,
     "generator.merge_stepwise_output": True,
@@ -46,7 +52,9 @@ STEP_WISE = {
 }
 
 
-@pytest.mark.parametrize("changes", [{}, STEP_WISE], ids=["a conversation", "merged steps, two ranks, two engines"])
+@pytest.mark.parametrize(
+    "changes", [OTHER_CONFIG, STEP_WISE], ids=["a conversation", "merged steps, two ranks, two engines"]
+)
 def test_tool_output_is_in_the_rows_and_out_of_the_loss(tmp_path, changes):
     write_inputs(tmp_path)
     (tmp_path / "count_env.py").write_text(ENVIRONMENT)

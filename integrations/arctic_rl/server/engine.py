@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import ArcticError, PackingError, UnsupportedError
+from .model_config import load_model_config
 from .specs import OptimizerSpec, TrainingSpec
 
 if TYPE_CHECKING:
@@ -77,7 +78,11 @@ def _pretrained(spec: TrainingSpec, attention: str) -> PreTrainedModel:
 
     try:
         model = AutoModelForCausalLM.from_pretrained(
-            spec.model_path, dtype=torch.float32, attn_implementation=attention, trust_remote_code=True
+            spec.model_path,
+            config=load_model_config(spec.model_path, spec.model_config),
+            dtype=torch.float32,
+            attn_implementation=attention,
+            trust_remote_code=True,
         )
     except KeyError as error:
         if error.args != (attention,):

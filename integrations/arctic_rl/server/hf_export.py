@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from ..errors import CheckpointError
@@ -12,7 +14,15 @@ from ..errors import CheckpointError
 _GENERATION = "generation_config.json"
 
 
-def export_model(engine: Any, zero_stage: int, model_path: str, directory: str | os.PathLike, *, rank: int) -> None:
+def export_model(
+    engine: Any,
+    zero_stage: int,
+    model_path: str,
+    directory: str | os.PathLike,
+    *,
+    rank: int,
+    model_config: Mapping[str, Any] = MappingProxyType({}),
+) -> None:
     """Write weights, config, generation config and the model's own code, if any, to ``directory``, which is made.
 
     Every rank must call it; rank 0 holds the whole model in memory and writes. The weights are those that the model
@@ -25,6 +35,7 @@ def export_model(engine: Any, zero_stage: int, model_path: str, directory: str |
         model_path: folder or hub name that the model was loaded from; its config is written, with the new dtype.
         directory: the folder.
         rank: this rank.
+        model_config: see ``TrainingSpec``; written into the config.
 
     Raises:
         CheckpointError: the folder could not be written, with the system's reason.
@@ -36,7 +47,7 @@ def export_model(engine: Any, zero_stage: int, model_path: str, directory: str |
         if rank == 0:
             weights[name] = value.cpu().clone()
     if rank == 0:
-        _write(engine.module, weights, model_path, Path(directory))
+        _write(engine.module, weights, model_path, model_config, Path(directory))
 
 
 def _files_of(model_path: str) -> list[Path]:
@@ -47,13 +58,16 @@ def _files_of(model_path: str) -> list[Path]:
     return [*([] if generation is None else [Path(generation)]), *Path(model_path).glob("*.py")]
 
 
-def _write(model: Any, weights: dict[str, Any], model_path: str, folder: Path) -> None:
+def _write(
+    model: Any, weights: dict[str, Any], model_path: str, model_config: Mapping[str, Any], folder: Path
+) -> None:
     from safetensors import SafetensorError
-    from transformers import AutoConfig, GenerationConfig
+    from transformers import GenerationConfig
 
     from .checkpoint import persistent_buffers, sync_file
+    from .model_config import load_model_config
 
-    config = AutoConfig.from_pretrained(model_path, trust_remote_code=True)
+    config = load_model_config(model_path, model_config)
     config.dtype = next(iter(weights.values())).dtype
     config.architectures = [type(model).__name__]
     state = weights | {name: value.cpu() for name, value in persistent_buffers(model).items()}

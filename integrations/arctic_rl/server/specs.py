@@ -60,6 +60,8 @@ class TrainingSpec:
     """Whether prompts are shared between rollouts: True = the model must allow it, None = if it does."""
     zorro_self_check: bool = True
     """Whether a few tokens are run with and without shared prompts before the model may share any."""
+    model_config: dict[str, Any] = field(default_factory=dict)
+    """Values in place of those of the model's ``config.json``, by name."""
     policy_loss: bytes | None = field(default=None, repr=False)
     """A loss that updates will carry (``processors.skyrl_losses``), loaded at start-up for the same reason."""
 

@@ -270,7 +270,15 @@ class TrainingWorker:
         """Write the policy as a Hugging Face model folder (``server.hf_export``); every rank must be called."""
         from .hf_export import export_model
 
-        export_model(self._engine, self._spec.zero_stage, self._spec.model_path, directory, rank=self._rank)
+        spec = self._spec
+        export_model(
+            self._engine,
+            spec.zero_stage,
+            spec.model_path,
+            directory,
+            rank=self._rank,
+            model_config=spec.model_config,
+        )
 
     def _pieces(self, *, allocate: bool) -> list[Any]:
         from .checkpoint import engine_pieces, reference_pieces

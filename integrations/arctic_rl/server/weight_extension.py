@@ -115,7 +115,12 @@ class WeightExtension:
     def _arctic_expected(self) -> tuple[list[TensorSpec], dict[str, str]]:
         if "_arctic_specs" not in self.__dict__:
             model_path = self.model_config.model
-            specs, tied = model_tensors(model_path, trust_remote_code=self.model_config.trust_remote_code)
+            overrides = self.model_config.hf_overrides
+            specs, tied = model_tensors(
+                model_path,
+                trust_remote_code=self.model_config.trust_remote_code,
+                model_config=overrides if isinstance(overrides, dict) else None,
+            )
             self._arctic_specs = specs, tied
             stored = checkpoint_names(model_path) if os.path.isdir(model_path) else None
             unstored = [] if stored is None else [spec.name for spec in specs if spec.name not in stored]

@@ -9,10 +9,10 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..errors import ArcticError
 
@@ -223,8 +223,13 @@ def compare_manifest(manifest: Manifest, expected: Iterable[TensorSpec], dtype: 
     return problems
 
 
-def model_tensors(model_path: str, *, trust_remote_code: bool = False) -> tuple[list[TensorSpec], dict[str, str]]:
+def model_tensors(
+    model_path: str, *, trust_remote_code: bool = False, model_config: Mapping[str, Any] | None = None
+) -> tuple[list[TensorSpec], dict[str, str]]:
     """The tensors of a Hugging Face model, from its config alone (built on the meta device, no weights read).
+
+    Args:
+        model_config: values in place of those of the model's ``config.json``, by name.
 
     Returns:
         Each parameter and persistent buffer once, and tied names -> the name they share storage with (for example
@@ -232,9 +237,11 @@ def model_tensors(model_path: str, *, trust_remote_code: bool = False) -> tuple[
         second result only.
     """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    config = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code)
+    from .model_config import load_model_config
+
+    config = load_model_config(model_path, model_config, trust_remote_code=trust_remote_code)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     model.tie_weights()

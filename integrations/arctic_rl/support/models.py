@@ -114,9 +114,35 @@ def _fsdp(idle: Idle) -> dict[str, Entry]:
     }
 
 
-def _model_config(idle: Idle) -> Refused:
-    instead = "put the values into the model folder's config.json"
-    return Refused("changing the model's own config is not there yet", instead, idle=idle)
+_RULED_ELSEWHERE = {
+    "dtype": "write trainer.bf16",
+    "torch_dtype": "write trainer.bf16",
+    "attn_implementation": "the backend chooses an attention; leave it out",
+    "use_cache": "training keeps no cache; leave it out",
+}
+"""Values of a model's config that something else rules, and what to do."""
+
+
+def _values(setting: str, value: Any, cfg: Any) -> Iterable[str]:
+    for name in value:
+        if name in _RULED_ELSEWHERE:
+            yield refusal(f"{setting}.{name}", value[name], "another setting rules it", _RULED_ELSEWHERE[name])
+
+
+def _values_of_the_policy(setting: str, value: Any, cfg: Any) -> Iterable[str]:
+    """SkyRL gives these to its training workers alone; engines take theirs from ``hf_overrides``."""
+    yield from _values(setting, value, cfg)
+    overrides = cfg.generator.inference_engine.engine_init_kwargs.get("hf_overrides")
+    overrides = overrides if isinstance(overrides, dict) else {}
+    for name, own in value.items():
+        if name not in _RULED_ELSEWHERE and (name not in overrides or overrides[name] != own):
+            engines = f"generator.inference_engine.engine_init_kwargs.hf_overrides.{name}"
+            yield refusal(
+                f"{setting}.{name}", own, "engines would sample from a model of another config", f"write {engines} too"
+            )
+
+
+_CONFIG_TEST = "tests/arctic_rl/server/test_load_model.py::test_values_of_a_models_config_are_those_of_the_recipe"
 
 
 def _text_part(idle: Idle | None = None) -> Refused:
@@ -150,7 +176,13 @@ POLICY: dict[str, Entry] = under(
             f"torch_profiler_config.{name}": ours(what, f"{_PROFILING}{test}", idle=_without_profiler)
             for name, (what, test) in _PROFILER_DETAILS.items()
         },
-        "model_config_kwargs": _model_config(_without_fsdp),
+        "model_config_kwargs": ours(
+            "values in place of those of the model's config.json; engines take theirs from engine_init_kwargs."
+            "hf_overrides, which must agree",
+            _CONFIG_TEST,
+            limit=_values_of_the_policy,
+            idle=_without_fsdp,
+        ),
         "language_model_only": _text_part(),
         "inference_only_init": Refused("this backend trains", "write false"),
     },
@@ -163,7 +195,12 @@ REFERENCE: dict[str, Entry] = under(
         **dict.fromkeys(_ADAPTERS, NoEffect("SkyRL does not read it: a reference model has no adapter")),
         "sequence_parallel_size": _SEQUENCE_PARALLEL,
         **_fsdp(first_of(without_reference, _without_fsdp)),
-        "model_config_kwargs": _model_config(first_of(without_reference, _without_fsdp)),
+        "model_config_kwargs": ours(
+            "as the policy's, for the reference model",
+            _CONFIG_TEST,
+            limit=_values,
+            idle=first_of(without_reference, _without_fsdp),
+        ),
         "language_model_only": _text_part(without_reference),
     },
 )

@@ -2,15 +2,18 @@
 
 import dataclasses
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
-from transformers import BloomConfig, BloomForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, BloomConfig, BloomForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from integrations.arctic_rl.errors import ArcticError, UnsupportedError
 from integrations.arctic_rl.server.engine import load_model
+from integrations.arctic_rl.server.hf_export import export_model
 from integrations.arctic_rl.server.specs import OptimizerSpec, TrainingSpec
+from integrations.arctic_rl.server.weights import model_tensors
 
 OPTIMIZER = OptimizerSpec(
     lr=1e-3, betas=(0.9, 0.99), weight_decay=0.0, max_grad_norm=1.0, scheduler="constant", num_warmup_steps=0
@@ -67,6 +70,40 @@ def test_a_model_that_cannot_is_refused_or_left_unshared(spec_of, caplog):
     assert "multi-dimensional rotary positions" in caplog.text
     reference = load_model(spec_of(dropout=0.3, use_zorro=True, role="ref"))
     assert reference.config._attn_implementation == "arctic_zorro"
+
+
+LINEAR = {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}, "rms_norm_eps": 0.5}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("role", ["policy", "ref"])
+def test_values_of_a_models_config_are_those_of_the_recipe(spec_of, role: str):
+    ids = torch.arange(1, 21)[None]
+    spec = spec_of(role=role, model_config=LINEAR)
+    config = AutoConfig.from_pretrained(spec.model_path, trust_remote_code=True, **LINEAR)
+    expected = LlamaForCausalLM.from_pretrained(spec.model_path, config=config, attn_implementation="eager")
+    plain = LlamaForCausalLM.from_pretrained(spec.model_path, attn_implementation="eager")
+    loaded = load_model(spec)
+    assert loaded.config.rms_norm_eps == 0.5 and loaded.config._attn_implementation == "arctic_zorro"
+    assert torch.allclose(loaded(input_ids=ids).logits, expected(input_ids=ids).logits, atol=1e-6)
+    assert not torch.allclose(plain(input_ids=ids).logits, expected(input_ids=ids).logits, atol=1e-3)
+
+
+def test_a_value_that_a_models_config_does_not_have_is_refused(spec_of):
+    with pytest.raises(UnsupportedError, match=r"rms_nrom_eps: the config of .*LlamaConfig\) has no such value"):
+        load_model(spec_of(model_config={"rms_nrom_eps": 1.0}))
+
+
+def test_tensors_and_exports_follow_the_changed_config(spec_of, tmp_path):
+    spec = spec_of(model_config={"tie_word_embeddings": True, "rms_norm_eps": 0.5})
+    model = load_model(spec)
+    assert "lm_head.weight" in {tensor.name for tensor in model_tensors(spec.model_path)[0]}
+    _, tied = model_tensors(spec.model_path, model_config=spec.model_config)
+    assert tied == {"lm_head.weight": "model.embed_tokens.weight"}
+    engine = SimpleNamespace(module=model)
+    export_model(engine, 0, spec.model_path, tmp_path / "export", rank=0, model_config=spec.model_config)
+    config = AutoConfig.from_pretrained(tmp_path / "export")
+    assert config.tie_word_embeddings and config.rms_norm_eps == 0.5
 
 
 def test_dropout_of_attention_is_refused_before_the_first_update(spec_of):
