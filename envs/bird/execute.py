@@ -202,6 +202,8 @@ def _run_confined(
         if result is not None:
             return result
         _release(handle.connection)
+        # what the schemas of idle connections take is missing from the heap
+        HANDLES.clear()
     result = _run_watched(handle, db_path, statement, limits, start, spills=False)
     assert result is not None
     return result

@@ -7,6 +7,7 @@ import pytest
 
 from envs.bird import execute
 from envs.bird.execute import ExecutionLimits, run_query
+from envs.bird.handles import HANDLES
 from envs.bird.no_new_files import ONE_CALL_VARIABLE, no_new_files, runs_one_call_at_a_time
 from envs.bird.outcome import Outcome
 from integrations.arctic_rl.scoring.worker import ONE_CALL_VARIABLE as OF_WORKERS
@@ -32,6 +33,20 @@ def attempts(monkeypatch):
     run = execute._run_watched
     monkeypatch.setattr(execute, "_run_watched", noting)
     return made
+
+
+def test_a_query_that_needs_memory_has_that_of_idle_connections_too(alone, shop_db, tmp_path):
+    other = tmp_path / "other.sqlite"
+    other.write_bytes(shop_db.read_bytes())
+    assert run_query(other, "SELECT count(*) FROM t", LIMITS).outcome is Outcome.OK
+    assert run_query(shop_db, "SELECT 1", LIMITS).outcome is Outcome.OK
+    assert len(HANDLES) == 2
+    distinct = "SELECT count(*) FROM (SELECT DISTINCT randomblob(1000000) FROM t LIMIT {})"
+    assert run_query(shop_db, distinct.format(400), LIMITS).outcome is Outcome.OUT_OF_MEMORY
+    assert len(HANDLES) == 0
+    assert run_query(other, "SELECT count(*) FROM t", LIMITS).outcome is Outcome.OK
+    assert run_query(shop_db, distinct.format(100), LIMITS).outcome is Outcome.OK
+    assert len(HANDLES) == 1
 
 
 def test_no_file_can_be_opened_and_open_ones_stay(tmp_path):
