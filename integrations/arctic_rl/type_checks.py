@@ -22,23 +22,40 @@ _IN_MAPPINGS = {("generator.inference_engine.engine_init_kwargs", "max_model_len
 """Keys of mappings that are counted with before whoever reads the mapping checks them."""
 
 
+_COPIED = {
+    "trainer.algorithm.temperature": "generator.sampling_params.temperature",
+    "generator.eval_sampling_params.max_generate_length": "generator.sampling_params.max_generate_length",
+    "generator.max_input_length": "trainer.max_prompt_length",
+    "trainer.ref.model.path": "trainer.policy.model.path",
+}
+"""Settings that SkyRL fills from others where a recipe leaves them out."""
+
+
 def type_problems(cfg: Any) -> list[str]:
     """Every setting whose value is of another type than its own, a line each."""
-    leaves = skyrl_leaves()
-    lines = [f"{name}={shown(value_of(cfg, name))} is not {describe(leaves[name].hint)}" for name in _mistyped(cfg)]
+    leaves, mistyped = skyrl_leaves(), _mistyped(cfg)
+    told = [name for name in mistyped if not (_COPIED.get(name) in mistyped and _is_copy(name, cfg))]
+    lines = [f"{name}={shown(value_of(cfg, name))} is not {describe(leaves[name].hint)}" for name in told]
     lines += [
         f"{name}.{key}={shown(value_of(cfg, name)[key])} is not {describe(_IN_MAPPINGS[name, key])}"
         for name, key in _mistyped_keys(cfg)
     ]
-    return lines + [line for name in leaves for line in _glued_keys(name, value_of(cfg, name))]
-
-
-def _glued_keys(name: str, value: Any) -> list[str]:
-    """``{key:value}`` without a space is one key to YAML, and whoever reads the mapping sees nothing of it."""
-    if not isinstance(value, dict):
-        return []
-    return [
+    return lines + [
         f"{name}={{{key}}}: read as one name without a value; write {name}.{key.replace(':', '=', 1)}"
+        for name, key in _glued_keys(cfg)
+    ]
+
+
+def _is_copy(name: str, cfg: Any) -> bool:
+    return value_of(cfg, name) == value_of(cfg, _COPIED[name])
+
+
+def _glued_keys(cfg: Any) -> list[tuple[str, str]]:
+    """``{key:value}`` without a space is one key to YAML, and whoever reads the mapping sees nothing of it."""
+    return [
+        (name, key)
+        for name in skyrl_leaves()
+        if isinstance(value := value_of(cfg, name), dict)
         for key, item in value.items()
         if item is None and ":" in str(key)
     ]
@@ -47,7 +64,7 @@ def _glued_keys(name: str, value: Any) -> list[str]:
 def without_mistyped(cfg: Any) -> Any:
     """The config itself where every value is of its type, else a copy with SkyRL's defaults in place of the others,
     and without such keys of mappings, so that what else is wrong can be told."""
-    mistyped, keys = _mistyped(cfg), _mistyped_keys(cfg)
+    mistyped, keys = _mistyped(cfg), [*_mistyped_keys(cfg), *_glued_keys(cfg)]
     if not mistyped and not keys:
         return cfg
     mended, leaves = copy.deepcopy(cfg), skyrl_leaves()

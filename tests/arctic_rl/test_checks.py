@@ -238,3 +238,15 @@ class TestSingleValues:
         (tmp_path / "file").write_text("")
         found = inspect_config(parsed(f"trainer.log_path={tmp_path}/file/logs"))
         assert f"trainer.log_path={tmp_path}/file/logs: {tmp_path}/file is not a folder" in found.missing
+
+    def test_a_copy_that_skyrl_made_is_not_told_beside_its_source(self):
+        (line,) = refused("generator.sampling_params.temperature=abc")
+        assert line == "generator.sampling_params.temperature=abc is not a number"
+        lines = refused("generator.sampling_params.temperature=abc trainer.algorithm.temperature=xyz")
+        assert settings(lines) == ["trainer.algorithm.temperature", "generator.sampling_params.temperature"]
+
+    def test_a_key_glued_to_its_value_is_told_once(self):
+        name = "generator.sampling_params.additional_kwargs"
+        assert refused(f"{name}={{seed:5}}") == [
+            f"{name}={{seed:5}}: read as one name without a value; write {name}.seed=5"
+        ]

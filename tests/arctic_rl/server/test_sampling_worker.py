@@ -370,6 +370,9 @@ def test_engine_arguments_and_the_nearest_known_name():
     known = ["model", "hf_overrides", "block_size"]
     built = engine_arguments(spec(engine_kwargs={"block_size": 32}), known)
     assert built["block_size"] == 32 and built["logprobs_mode"] == "processed_logprobs"
+    assert built["trust_remote_code"] is True, "models with code of their own load, as in SkyRL"
+    trusting = spec(engine_kwargs={"trust_remote_code": False})
+    assert engine_arguments(trusting, [*known, "trust_remote_code"])["trust_remote_code"] is False
     assert built["generation_config"] == "vllm" and built["kv_cache_memory_bytes"] == 2**26
     assert built["worker_extension_cls"] == "integrations.arctic_rl.server.weight_extension.WeightExtension"
     with pytest.raises(UnsupportedError, match=r"hf_override: .*did you mean 'hf_overrides'"):
