@@ -84,6 +84,14 @@ def test_nothing_stands_against_a_recipe_on_its_gpus(tmp_path, name):
     assert machine == [], "only data and processes are not on this machine"
 
 
+@pytest.mark.parametrize("environment", [{}, {"SMOKE": "1"}], ids=["whole", "smoke"])
+@pytest.mark.parametrize("name", NEEDS_A_CRITIC)
+def test_ppo_can_be_refused_for_its_critic_alone(tmp_path, name, environment):
+    cfg = parse_config([*overrides(commands(tmp_path, name, **environment)[-1]), "trainer.arctic_rl.dry_run=true"])
+    assert [line for line in inspect_config(cfg).refused if not line.startswith("trainer.critic.")] == []
+    assert cfg.trainer.critic.model.path == cfg.trainer.policy.model.path
+
+
 @pytest.mark.parametrize("gpus", [1, 2, 3, 4])
 def test_gsm8k_runs_on_one_to_four_gpus(tmp_path, gpus):
     command = commands(tmp_path, "gsm8k_0.6b", GPUS=str(gpus))[-1]
