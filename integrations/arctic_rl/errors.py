@@ -20,6 +20,10 @@ class PackingError(UnsupportedError):
         return "; ".join(self.args)
 
 
+class RequestError(ArcticError, ValueError):
+    """A call whose batch or arguments contradict themselves, or ask for what is not there; nothing was computed."""
+
+
 class WorkerDiedError(ArcticError):
     """A training or sampling process ended, or stopped answering, while its result was awaited."""
 

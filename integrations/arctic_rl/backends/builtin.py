@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Iterable
 from pathlib import Path
 from typing import Any
 
-from ..errors import ArcticError, WorkerDiedError
+from ..errors import ArcticError, RequestError, WorkerDiedError
 from ..placement import ClusterDescription, Node, PlacementPlan, PlacementRequest, WorkerPlacement, plan_placement
 from ..server.checkpoint import check_shares, write_file
 from ..server.process import RUN_ID_VARIABLE, log_tail
@@ -394,7 +394,12 @@ class BuiltinBackend(RemoteBackend):
                     future.exception()
 
     async def _explain(self, futures: dict[str, asyncio.Future]) -> Exception:
-        """The error to raise: a dead worker's if one is found within a short grace time, else the first failure."""
+        """The error to raise: a refused call's, else a dead worker's if one is found within a short grace time, else the
+        first failure."""
+        for name, future in futures.items():
+            cause = getattr(future.exception(), "cause", None) if _failed(future) else None
+            if isinstance(cause, ValueError):
+                return RequestError(f"worker {name} refused the call: {cause}")
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(DEATH_GRACE_S):
                 while not any(_failed(watch) for watch in self._watches.values()):

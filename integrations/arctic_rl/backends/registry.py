@@ -184,3 +184,10 @@ def _builtin() -> type[RemoteBackend]:
     from .builtin import BuiltinBackend
 
     return BuiltinBackend
+
+
+@RemoteBackendRegistry.register("http")
+def _http() -> type[RemoteBackend]:
+    from .http import HttpBackend
+
+    return HttpBackend

@@ -119,6 +119,23 @@ class RowBatch:
         self._batch = {name: self._own(value) for name, value in self._batch.items()}
         self._meta = {name: self._own(value) for name, value in self._meta.items()}
 
+    def check_token_ids(self, vocabulary_size: int | None) -> None:
+        """Refuse ids that a model has no embedding of; None = it does not say how many it has.
+
+        Raises:
+            ValueError: with the row and the id.
+        """
+        if vocabulary_size is None or not self.num_rows:
+            return
+        ids = self._batch["input_ids"].where(self._batch["attention_mask"] != 0, 0)
+        wrong = (ids < 0) | (ids >= vocabulary_size)
+        if wrong.any():
+            row, column = wrong.nonzero()[0].tolist()
+            raise ValueError(
+                f"row {row} of the batch holds the token id {int(ids[row, column])}; the model has "
+                f"{vocabulary_size} tokens"
+            )
+
     def token_counts(self) -> tuple[float, int]:
         """(sum of the effective mask, rows with a token of it); without masks every token with a log-prob counts."""
         if self.loss_mask is None:

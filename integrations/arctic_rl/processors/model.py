@@ -113,6 +113,14 @@ def run_model(call: ModelCall, rows: ModelRows) -> ModelOutputs:
     )
 
 
+def vocabulary_size(module: Any) -> int | None:
+    """Rows of the model's input embedding; None where it has no such table."""
+    if not isinstance(module, nn.Module) or not hasattr(module, "get_input_embeddings"):
+        return None
+    embedding = module.get_input_embeddings()
+    return embedding.num_embeddings if isinstance(embedding, nn.Embedding) else None
+
+
 class _Reader:
     """Takes hidden states and log-probs from one engine call, at the LM head or from the logits."""
 

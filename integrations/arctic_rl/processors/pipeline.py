@@ -29,7 +29,7 @@ from .batching import MicroBatch, RowBatch, RowPlan, join_rows, with_counts
 from .distributed import gather, world_size
 from .isolation import check_model, check_row_lengths
 from .metrics import MetricTable, merge
-from .model import ModelCall, run_model
+from .model import ModelCall, run_model, vocabulary_size
 from .observe import PhaseTimers, profiled, see_memory_usage
 from .outputs import LogitsSettings, ModelOutputs, temperature_of
 from .post import ENTROPY_POST_PROCESSORS
@@ -155,6 +155,7 @@ def run_counted(
         if share is not None:
             share.check_lengths(rows.lengths)
         check_row_lengths(request.call.module, rows.lengths)
+        rows.check_token_ids(vocabulary_size(request.call.module))
         return request, share, rows, rows.plan(max_tokens_per_mb)
 
     (request, share, rows, plan), ranks = _announced(prepare, number)

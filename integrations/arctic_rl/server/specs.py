@@ -96,3 +96,5 @@ class ServerConfig:
     """Seconds that workers get to stop by themselves."""
     env_vars: dict[str, str] = field(default_factory=dict)
     """Environment variables of every worker."""
+    server_url: str | None = None
+    """Where a server over HTTP is; None = the backend starts workers of its own."""

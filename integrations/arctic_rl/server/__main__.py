@@ -1,0 +1,5 @@
+"""``python -m integrations.arctic_rl.server``."""
+
+from .http.serve import main
+
+main()

@@ -1,0 +1,132 @@
+"""The one job that a server runs at a time, and the client that it belongs to."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import os
+import re
+import time
+import uuid
+from typing import Any
+
+from ...backends.base import RemoteBackend
+from ...backends.registry import RemoteBackendRegistry
+from ..plain import from_plain
+from ..process import kill_run
+from ..specs import ServerConfig
+from .checks import check_config, folder_inside
+from .errors import HttpError
+from .replay import Replays
+from .settings import HttpSettings
+
+logger = logging.getLogger(__name__)
+
+LOG_FOLDER = "arctic-rl-logs"
+_RUN_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+
+class Job:
+    """A backend that is up, with what is remembered of its requests."""
+
+    def __init__(self, backend: RemoteBackend, config: ServerConfig) -> None:
+        self.job_id = uuid.uuid4().hex
+        self.backend = backend
+        self.config = config
+        self.replays = Replays()
+        self.seen = time.monotonic()
+        self.prompts_under_way = 0
+
+    def jobs(self) -> dict[str, int]:
+        """Training jobs with their data-parallel size."""
+        names = ["policy"] if self.config.reference is None else ["policy", "ref"]
+        return {name: self.backend.dp_size(name) for name in names}
+
+
+class Jobs:
+    """Starts a job, finds it, and stops it when its client asks or is gone.
+
+    Args:
+        settings: the server's.
+    """
+
+    def __init__(self, settings: HttpSettings) -> None:
+        self._settings = settings
+        self._job: Job | None = None
+        self._changing = asyncio.Lock()
+
+    @property
+    def running(self) -> Job | None:
+        return self._job
+
+    def get(self, job_id: str) -> Job:
+        """The job of an id, whose client is seen to be alive by this.
+
+        Raises:
+            HttpError: it is not running.
+        """
+        if self._job is None or self._job.job_id != job_id:
+            now = "none runs" if self._job is None else "another one runs"
+            raise HttpError(f"there is no job {job_id[:64]!r}: {now}; it has ended, or the id is wrong", 404)
+        self._job.seen = time.monotonic()
+        return self._job
+
+    async def start(self, values: Any, num_training_steps: int) -> Job:
+        """Bring up the workers of a job.
+
+        Raises:
+            HttpError: one is running already, or the settings do not allow this one.
+            ConfigError: the config is not one.
+        """
+        if self._changing.locked() or self._job is not None:
+            raise HttpError(
+                "a job is running already: the server runs one at a time; wait for its end, or stop it", 409
+            )
+        async with self._changing:
+            config = from_plain(ServerConfig, values)
+            if not _RUN_ID.fullmatch(config.run_id):
+                raise HttpError(f"config.run_id={config.run_id!r} must be 1 to 64 letters, digits, '-' or '_'")
+            if config.env_vars:
+                raise HttpError(
+                    "config.env_vars: the server's workers get the server's own environment; leave it empty"
+                )
+            check_config(config, self._settings)
+            logs = folder_inside(self._settings.storage_root, os.path.join(LOG_FOLDER, config.run_id))
+            config = dataclasses.replace(config, log_dir=logs)
+            backend = RemoteBackendRegistry.get(self._settings.backend).from_config(config)
+            job = Job(backend, config)
+            try:
+                await backend.initialize(num_training_steps)
+            except BaseException:
+                await self._end(job)
+                raise
+            job.seen = time.monotonic()
+            self._job = job
+            return job
+
+    async def stop(self, job: Job) -> None:
+        """Stop a job; does nothing for one that has ended."""
+        async with self._changing:
+            if self._job is job:
+                self._job = None
+                await self._end(job)
+
+    async def stop_running(self) -> None:
+        if self._job is not None:
+            await self.stop(self._job)
+
+    async def watch(self) -> None:
+        """Never returns; stops the job of a client that has given no sign of life for ``lease_s``."""
+        while True:
+            await asyncio.sleep(min(self._settings.lease_s / 4, 5.0))
+            job = self._job
+            if job is not None and time.monotonic() - job.seen > self._settings.lease_s:
+                logger.warning("job %s is stopped: its client was silent for %s s", job.job_id, self._settings.lease_s)
+                await self.stop(job)
+
+    async def _end(self, job: Job) -> None:
+        try:
+            await job.backend.shutdown()
+        finally:
+            await asyncio.to_thread(kill_run, job.config.run_id)

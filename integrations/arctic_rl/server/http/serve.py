@@ -1,0 +1,66 @@
+"""``python -m integrations.arctic_rl.server``: serve the calls of a backend over HTTP."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from ...errors import ArcticError
+from .settings import HttpSettings, read_settings
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Serve until SIGINT or SIGTERM; a job that runs is stopped then, and Ray too if it was started here."""
+    parser = argparse.ArgumentParser(prog="python -m integrations.arctic_rl.server", description=__doc__)
+    parser.add_argument("--config", help="YAML or JSON file of settings (see HttpSettings)")
+    parser.add_argument("--host", help="address to listen on; any but a loopback one needs ARCTIC_RL_TOKEN")
+    parser.add_argument("--port", type=int, help="port to listen on; 0 = a free one, which is printed")
+    parser.add_argument("--storage_root", help="folder below which checkpoints, exports and logs are written")
+    given = parser.parse_args(arguments)
+    try:
+        settings = read_settings(given.config, host=given.host, port=given.port, storage_root=given.storage_root)
+        serve(settings)
+    except ArcticError as error:
+        sys.exit(f"error: {error}")
+
+
+def serve(settings: HttpSettings) -> None:
+    """Run the server in this process.
+
+    Raises:
+        ArcticError: the port is taken.
+    """
+    import ray
+    import uvicorn
+
+    from .app import make_app
+
+    config = uvicorn.Config(
+        make_app(settings),
+        host=settings.host,
+        port=settings.port,
+        ssl_certfile=settings.tls_certificate,
+        ssl_keyfile=settings.tls_key,
+        log_level="warning",
+        access_log=False,
+        timeout_graceful_shutdown=10,
+        lifespan="on",
+    )
+    try:
+        socket = config.bind_socket()
+    except SystemExit as error:
+        raise ArcticError(f"port={settings.port} on {settings.host} cannot be listened on: choose another") from error
+    started_ray = settings.backend == "builtin" and not ray.is_initialized()
+    if started_ray:
+        os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
+        ray.init(include_dashboard=False, log_to_driver=False)
+    scheme = "http" if settings.tls_certificate is None else "https"
+    print(f"serving on {scheme}://{settings.host}:{socket.getsockname()[1]}", flush=True)
+    try:
+        uvicorn.Server(config).run(sockets=[socket])
+    finally:
+        socket.close()
+        if started_ray:
+            ray.shutdown()
