@@ -394,8 +394,8 @@ class BuiltinBackend(RemoteBackend):
                     future.exception()
 
     async def _explain(self, futures: dict[str, asyncio.Future]) -> Exception:
-        """The error to raise: a refused call's, else a dead worker's if one is found within a short grace time, else the
-        first failure."""
+        """The error to raise: a refused call's, else a dead worker's if one is found within a short grace time, else
+        the first failure."""
         for name, future in futures.items():
             cause = getattr(future.exception(), "cause", None) if _failed(future) else None
             if isinstance(cause, ValueError):

@@ -28,6 +28,10 @@ _TENSORS = frozenset(
     {"input_ids", "attention_mask", "position_ids", "prompts", "responses", "response_mask", "loss_mask", "advantages"}
     | {"old_log_probs", "ref_log_prob", "rollout_is_weights", "rollout_logprobs", "micro_batch_ids"}
 )
+_OF_RESPONSES = frozenset(
+    {"response_mask", "loss_mask", "advantages", "old_log_probs", "ref_log_prob", "rollout_is_weights"}
+    | {"rollout_logprobs"}
+)
 _KEPT_AS_GIVEN = ("prompts", "responses")
 _COUNTS = ("batch_num_tokens", "global_batch_size")
 
@@ -114,10 +118,33 @@ class RowBatch:
                 f"prompts {list(prompts.shape)} must be [B, P] with P <= S of {[self.num_rows, self.width]}"
             )
         self.response_len = self.width if prompts is None else self.width - prompts.shape[1]
+        self._check_widths()
         self._check_position_ids()
         self.loss_mask = self._effective_mask()
         self._batch = {name: self._own(value) for name, value in self._batch.items()}
         self._meta = {name: self._own(value) for name, value in self._meta.items()}
+
+    def _check_widths(self) -> None:
+        """Refuse tensors of the responses that are as wide as neither rows nor responses."""
+        responses = self._batch.get("responses")
+        expected = [self.num_rows, self.response_len]
+        if isinstance(responses, torch.Tensor) and self.packed_input is None and list(responses.shape) != expected:
+            raise ValueError(
+                f"responses {list(responses.shape)} must be [B, R], the columns behind prompts: {expected}"
+            )
+        widths = {self.width, self.response_len}
+        for name in sorted(_OF_RESPONSES & self._batch.keys()):
+            value = self._batch[name]
+            if value is None:
+                continue
+            if not isinstance(value, torch.Tensor) or value.ndim != 2 or len(value) != self.num_rows:
+                shape = list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+                raise ValueError(f"{name} {shape} must be [B, S] or [B, R] with B={self.num_rows}")
+            if value.shape[1] not in widths:
+                raise ValueError(
+                    f"{name} {list(value.shape)} must be as wide as the rows, S={self.width}, or the responses, "
+                    f"R={self.response_len}"
+                )
 
     def check_token_ids(self, vocabulary_size: int | None) -> None:
         """Refuse ids that a model has no embedding of; None = it does not say how many it has.

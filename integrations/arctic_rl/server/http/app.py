@@ -157,7 +157,8 @@ def _add_call(app: FastAPI, jobs: Jobs, settings: HttpSettings, name: str, call:
         if "job" in values and values["job"] not in job.jobs():
             raise HttpError(f"job {values['job']!r} is not served: known are {', '.join(job.jobs())}")
         if "settings" in values:
-            _confine_profile(values["settings"], settings)
+            save_path = values["settings"]["save_path"]
+            values["settings"]["save_path"] = folder_inside(settings.storage_root, save_path)
         return JSONResponse(
             {
                 "value": await _carried_out(
@@ -172,12 +173,6 @@ def _add_call(app: FastAPI, jobs: Jobs, settings: HttpSettings, name: str, call:
 
 def _run(job: Job, name: str, values: dict[str, Any]) -> Awaitable[Any]:
     return getattr(job.backend, name)(**values)
-
-
-def _confine_profile(values: dict[str, Any], settings: HttpSettings) -> None:
-    if not isinstance(values.get("save_path"), str):
-        raise HttpError("settings.save_path must name a folder")
-    values["save_path"] = folder_inside(settings.storage_root, values["save_path"])
 
 
 def _add_batch_calls(app: FastAPI, jobs: Jobs, settings: HttpSettings) -> None:

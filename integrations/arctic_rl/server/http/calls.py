@@ -50,8 +50,29 @@ class Pause(Arguments):
     in_flight: Literal["finish", "keep"] = "finish"
 
 
+class ProfilerSettings(Arguments):
+    """SkyRL's ``TorchProfilerConfig``."""
+
+    enable: bool
+    ranks: list[int]
+    save_path: str = Field(min_length=1, max_length=4096)
+    skip_first: int = Field(ge=0)
+    wait: int = Field(ge=0)
+    warmup: int = Field(ge=0)
+    active: int = Field(ge=1)
+    repeat: int = Field(ge=0)
+    activities: list[Literal["cpu", "cuda", "CPU", "CUDA"]]
+    record_shapes: bool
+    profile_memory: bool
+    with_stack: bool
+    with_flops: bool
+    with_modules: bool
+    use_gzip: bool
+    export_type: Literal["chrome_trace", "stacks"]
+
+
 class Profile(Arguments):
-    settings: dict[str, Any]
+    settings: ProfilerSettings
 
 
 @dataclass(frozen=True)

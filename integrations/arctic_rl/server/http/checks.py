@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...config import nearest
 from ...sampling_params import NEUTRAL, sampling_problems
+from ...zorro import WHERE_POSSIBLE
 from ..specs import ServerConfig
 from .calls import Prompt
 from .errors import HttpError
@@ -23,6 +24,7 @@ _INTEGERS = ("input_ids", "attention_mask", "position_ids", "prompts", "response
 _NUMBERS = ("loss_mask", "advantages", "old_log_probs", "ref_log_prob", "rollout_is_weights", "rollout_logprobs")
 _SENT_PARAMS = {*NEUTRAL, "max_tokens", "detokenize"}
 _META = ("temperature", "max_token_len_per_gpu", "zorro_train_enable")
+_COUNTS = ("batch_num_tokens", "global_batch_size", "dp_size")
 
 
 def folder_inside(root: str, directory: str) -> str:
@@ -107,11 +109,16 @@ def check_batch(batch: Mapping[str, torch.Tensor] | None, meta: Any, *, updates:
         raise HttpError("the request has no batch")
     if not isinstance(meta, Mapping):
         raise HttpError("meta must be a mapping")
-    missing = [name for name in _META if name not in meta]
+    missing = [name for name in (*_META, *(_COUNTS if updates else ())) if name not in meta]
     if missing:
         raise HttpError(f"meta has no {', '.join(missing)}")
     _check_number("max_token_len_per_gpu", meta["max_token_len_per_gpu"], low=1, whole=True)
     _check_number("temperature", meta["temperature"], low=0)
+    shared = meta["zorro_train_enable"]
+    if not isinstance(shared, bool) and shared != WHERE_POSSIBLE:
+        raise HttpError(f"meta['zorro_train_enable']={shared!r} must be true, false or {WHERE_POSSIBLE!r}")
+    for name in _COUNTS if updates else ():
+        _check_number(name, meta[name], low=0, whole=True)
     needed = ("input_ids", "attention_mask", "prompts", "responses")
     missing = [name for name in (*needed, *(("loss_mask",) if updates else ())) if name not in batch]
     if missing:

@@ -10,6 +10,9 @@ from collections.abc import Sequence
 from ...errors import ArcticError
 from .settings import HttpSettings, read_settings
 
+KEEP_ALIVE_S = 75
+"""Seconds that an idle connection stays open."""
+
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Serve until SIGINT or SIGTERM; a job that runs is stopped then, and Ray too if it was started here."""
@@ -46,6 +49,7 @@ def serve(settings: HttpSettings) -> None:
         log_level="warning",
         access_log=False,
         timeout_graceful_shutdown=10,
+        timeout_keep_alive=KEEP_ALIVE_S,
         lifespan="on",
     )
     try:
