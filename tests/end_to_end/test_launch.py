@@ -42,20 +42,6 @@ def run(folder, command):
     return output, logs, trainer
 
 
-def test_a_trainer_and_config_fields_of_its_own_from_a_file_elsewhere(tmp_path):
-    write_inputs(tmp_path)
-    elsewhere = tmp_path / "else where"
-    shutil.copytree(MODULES, elsewhere)
-    changes = {"trainer.algorithm.penalty": 0.02, "trainer.algorithm.free_tokens": 2}
-    command = ["-m", "integrations.arctic_rl.launch", f"{elsewhere}/penalty.py", *settings(tmp_path, changes)]
-    output, logs, _ = run(tmp_path, command)
-    assert "main ends after the run" in output
-    for line in logs:
-        assert 0 < line["penalty/lost"] <= 0.02 * 14
-        before, lost = line["penalty/rewards_before"], line["penalty/lost"]
-        assert line["reward/avg_raw_reward"] == pytest.approx(before - lost, abs=1e-6)
-
-
 def test_an_environment_and_a_policy_loss_registered_in_the_task(tmp_path):
     """The modules lie in a folder that only the driver's ``sys.path`` knows."""
     write_inputs(tmp_path)

@@ -1,8 +1,12 @@
-"""One real run with everything on that looks at a run: evaluation, callbacks, samples, dumps, profiler, wandb."""
+"""One real run of a recipe's own entry module, with everything on that looks at a run.
+
+Its trainer, config fields, callback and logger of samples; evaluation, dumps, profiler and wandb.
+"""
 
 import json
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,13 +21,18 @@ PROMPTS, BATCH, SAMPLES, EVAL_SAMPLES = 12, 4, 4, 2
 STEPS = PROMPTS // BATCH
 EVALUATED = [0, 1, 2, 3]
 """Before training, as the callback asks for, at the interval, and at the end."""
-MODULE = Path(__file__).parent / "modules" / "observed.py"
+MODULES = Path(__file__).parent / "modules"
 
 
 def test_everything_that_looks_at_a_run(tmp_path):
+    """The module is a file in a folder that is not the run's, and imports another one beside it."""
     write_inputs(tmp_path, prompts=PROMPTS)
+    elsewhere = tmp_path / "else where"
+    shutil.copytree(MODULES, elsewhere)
     profiler = "trainer.policy.torch_profiler_config"
     changes = {
+        "trainer.algorithm.penalty": 0.02,
+        "trainer.algorithm.free_tokens": 2,
         "trainer.placement.colocate_all": False,
         "trainer.placement.colocate_policy_ref": False,
         "trainer.train_batch_size": BATCH,
@@ -53,7 +62,8 @@ def test_everything_that_looks_at_a_run(tmp_path):
     }
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment |= {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline", "WANDB_API_KEY": "none"}
-    command = [sys.executable, "-m", "integrations.arctic_rl.launch", str(MODULE), *settings(tmp_path, changes)]
+    module = f"{elsewhere}/penalty.py"
+    command = [sys.executable, "-m", "integrations.arctic_rl.launch", module, *settings(tmp_path, changes)]
     with open(tmp_path / "output.log", "w") as log:
         process = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=log, stderr=subprocess.STDOUT)
     try:
@@ -71,7 +81,13 @@ def test_everything_that_looks_at_a_run(tmp_path):
     check_events(read_lines(tmp_path / "logs" / "events.jsonl"), tmp_path)
     check_evaluations(logs, tmp_path)
     check_wandb(logs, tmp_path)
+    assert "main ends after the run" in output
     for line in logs[1:]:
+        assert line["policy/rollout_train_logprobs_abs_diff_mean"] < 1e-5
+        assert line["policy/grad_norm"] > 0
+        assert 0 < line["penalty/lost"] <= 0.02 * 14
+        rest = line["penalty/rewards_before"] - line["penalty/lost"]
+        assert line["reward/avg_raw_reward"] == pytest.approx(rest, abs=1e-6)
         assert line["timing/sync_weights_only_transfer"] > 0, "of get_timing_metrics"
     for step in range(1, STEPS + 1):
         (path,) = (tmp_path / "exports").rglob(f"global_step_{step}_training_input*")

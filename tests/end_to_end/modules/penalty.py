@@ -1,9 +1,14 @@
-"""An entry module with a config field, a check and a trainer of its own: long answers lose a part of their reward."""
+"""An entry module with a config field, a check and a trainer of its own: long answers lose a part of their reward.
+
+The experiment adds a callback and a logger of samples from a module beside this one.
+"""
 
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import ray
+from observers import Events, ShoutingLogger
 from skyrl.train.config import AlgorithmConfig, make_config
 from skyrl.train.entrypoints.main_base import BasePPOExp, validate_cfg
 from skyrl.train.trainer import RayPPOTrainer
@@ -33,7 +38,12 @@ class PenaltyTrainer(RayPPOTrainer):
 
 class PenaltyExp(BasePPOExp):
     def get_trainer(self, *args, **kwargs):
-        return PenaltyTrainer(*args, **kwargs)
+        trainer = PenaltyTrainer(*args, **kwargs)
+        trainer.add_callback(Events(Path(self.cfg.trainer.log_path) / "events.jsonl"))
+        return trainer
+
+    def get_trajectory_logger(self):
+        return ShoutingLogger()
 
 
 @ray.remote(num_cpus=1)

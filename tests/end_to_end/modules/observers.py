@@ -1,13 +1,7 @@
-"""An entry module with a callback that writes down every event, asks for evaluation and save, and logs a field."""
+"""A callback that writes down every event, asks for evaluation and save, and logs a field; a logger of samples."""
 
 import json
-import sys
-from pathlib import Path
 
-import ray
-from skyrl.train.config import SkyRLTrainConfig
-from skyrl.train.entrypoints.main_base import BasePPOExp
-from skyrl.train.utils import initialize_ray, validate_cfg
 from skyrl.train.utils.callbacks import TrainingCallback
 from skyrl.train.utils.trajectory_logging import TrajectoryLogger
 
@@ -56,29 +50,3 @@ class Events(TrainingCallback):
 class ShoutingLogger(TrajectoryLogger):
     def format_trajectory(self, *args, **kwargs):
         return super().format_trajectory(*args, **kwargs).upper()
-
-
-class ObservedExp(BasePPOExp):
-    def get_trainer(self, **kwargs):
-        trainer = super().get_trainer(**kwargs)
-        trainer.add_callback(Events(Path(self.cfg.trainer.log_path) / "events.jsonl"))
-        return trainer
-
-    def get_trajectory_logger(self):
-        return ShoutingLogger()
-
-
-@ray.remote(num_cpus=1)
-def skyrl_entrypoint(cfg):
-    ObservedExp(cfg).run()
-
-
-def main():
-    cfg = SkyRLTrainConfig.from_cli_overrides(sys.argv[1:])
-    validate_cfg(cfg)
-    initialize_ray(cfg)
-    ray.get(skyrl_entrypoint.remote(cfg))
-
-
-if __name__ == "__main__":
-    main()
