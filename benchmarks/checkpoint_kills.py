@@ -148,7 +148,7 @@ def one_rank_backend(spec: Any, log_file: str) -> Any:
         def requires_single_forwarder(self) -> bool:
             return True
 
-        async def initialize(self, num_training_steps: int) -> None:
+        async def initialize(self, num_training_steps: int, *, critic_training_steps: int = 0) -> None:
             import socket
 
             with socket.socket() as probe:
@@ -171,12 +171,12 @@ def one_rank_backend(spec: Any, log_file: str) -> Any:
         async def fwd_no_grad(self, job: str, batch: dict, meta: dict, processing: dict) -> dict:
             return {"batch": self._run(batch, meta, processing, backward=False)["batch"], "metrics": {}}
 
-        async def fwd_bwd(self, batch: dict, meta: dict, processing: dict) -> dict:
+        async def fwd_bwd(self, batch: dict, meta: dict, processing: dict, job: str = "policy") -> dict:
             result = self._run(batch, meta, processing, backward=True)
             result["micro_batches"] = [result["micro_batches"]]
             return result | {"lr": self.worker.learning_rate()}
 
-        async def step(self) -> dict[str, float]:
+        async def step(self, job: str = "policy") -> dict[str, float]:
             return self.worker.step()
 
         async def save_checkpoint(self, job: str, directory: str) -> None:
@@ -186,7 +186,7 @@ def one_rank_backend(spec: Any, log_file: str) -> Any:
             check_shares([self.worker.checkpoint_problems(directory)])
             return self.worker.load_checkpoint(directory) | {"same_engines": True}
 
-        async def save_weights(self, directory: str) -> None:
+        async def save_weights(self, directory: str, job: str = "policy") -> None:
             self.worker.save_weights(directory)
 
         async def weight_norm(self, job: str) -> float:

@@ -30,7 +30,7 @@ def setting_problems(cfg: Any) -> list[str]:
         cfg: a ``SkyRLTrainConfig`` with ``trainer.arctic_rl``.
     """
     losses = (loss_problems, correction_refusals, _own_loss)
-    checks = (_backend, _modules, _counts, _seed, _optimizer, warmup_problems, _sampling, scoring_problems, *losses)
+    checks = (_backend, _modules, _counts, _seed, _optimizers, warmup_problems, _sampling, scoring_problems, *losses)
     lines = [line for check in checks for line in check(cfg)]
     # What is said already does not hide the rest, nor is it said twice.
     for check in (_not_finite, _server):
@@ -118,12 +118,18 @@ _COUNTS = (
     "generator.inference_engine.max_num_batched_tokens",
     "generator.max_turns",
 )
+_COUNTS_OF_A_CRITIC = (
+    "trainer.critic_mini_batch_size",
+    "trainer.placement.critic_num_nodes",
+    "trainer.placement.critic_num_gpus_per_node",
+)
 _COUNTS_OF_EVALUATION = ("trainer.eval_batch_size", "generator.eval_n_samples_per_prompt")
 
 
 def _counts(cfg: Any) -> Iterator[str]:
-    evaluates = cfg.trainer.eval_interval > 0
-    for setting in _COUNTS if evaluates else (name for name in _COUNTS if name not in _COUNTS_OF_EVALUATION):
+    unread = () if cfg.trainer.eval_interval > 0 else _COUNTS_OF_EVALUATION
+    critics = _COUNTS_OF_A_CRITIC if cfg.trainer.critic.model.path else ()
+    for setting in (*(name for name in _COUNTS if name not in unread), *critics):
         value = value_of(cfg, setting)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             yield f"{setting}={value!r} must be a whole number of at least 1"
@@ -139,9 +145,13 @@ def _seed(cfg: Any) -> Iterator[str]:
         yield f"trainer.seed={seed} must be a whole number from 0 to {_LARGEST_SEED}"
 
 
-def _optimizer(cfg: Any) -> Iterator[str]:
-    prefix = "trainer.policy.optimizer_config"
-    optimizer = cfg.trainer.policy.optimizer_config
+def _optimizers(cfg: Any) -> Iterator[str]:
+    yield from _optimizer("trainer.policy.optimizer_config", cfg.trainer.policy.optimizer_config)
+    if cfg.trainer.critic.model.path:
+        yield from _optimizer("trainer.critic.optimizer_config", cfg.trainer.critic.optimizer_config)
+
+
+def _optimizer(prefix: str, optimizer: Any) -> Iterator[str]:
     for name in ("lr", "weight_decay", "max_grad_norm"):
         value = vars(optimizer)[name]
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
@@ -206,7 +216,8 @@ def _server(cfg: Any) -> Iterator[str]:
             said |= new
             cfg = _mended(cfg, new)
         else:
-            yield from schedule_problems(config.policy.optimizer)
+            for spec in filter(None, (config.policy, config.critic)):
+                yield from schedule_problems(spec.optimizer)
             return
 
 
@@ -227,6 +238,8 @@ def _own_loss(cfg: Any) -> Iterator[str]:
             f"{PREFIX}.loss_fn={name!r} and trainer.algorithm.policy_loss_type={policy_loss!r} both name the policy "
             "loss: leave one of them out"
         )
+    elif name == "value":
+        yield f"{PREFIX}.loss_fn='value' is the critic's loss, and the policy has no values: leave it out"
     elif name in _TAKES_THE_REDUCTION_ITSELF:
         yield (
             f"{PREFIX}.loss_fn={name!r} would reduce advantages that SkyRL has reduced already: leave it out and "

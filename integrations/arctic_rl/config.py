@@ -27,9 +27,11 @@ class ArcticRLConfig:
     backend: str = "builtin"
     """Name of the registered remote backend that trains and samples."""
     zero_stage: Literal[0, 2, 3] = 2
-    """DeepSpeed ZeRO stage of the policy: 0 replicates everything, 2 shards optimizer and gradients, 3 weights too."""
+    """DeepSpeed ZeRO stage of the policy and the critic: 0 replicates everything, 2 shards optimizer and gradients, 3
+    weights too."""
     max_cpu_workers: int = 4
-    """Without GPUs, the most worker processes (training ranks, reference ranks and engines) one run may start."""
+    """Without GPUs, the most worker processes (training ranks, the critic's too, reference ranks and engines) one run
+    may start."""
     cpu_threads: int | None = None
     """Compute threads of each CPU worker; None = the machine's cores for a training rank, 1 for an engine."""
     cpu_kv_cache_gib: float = 0.25
@@ -60,11 +62,12 @@ class ArcticRLConfig:
     """Before prompts are first shared, compare log-probs of a small group with those of whole rows, and end the run
     where they differ."""
     lr_warmup_ratio: float | None = None
-    """Warm-up as a share of all optimizer steps of the run, rounded to whole steps; None =
+    """Warm-up of the policy's schedule as a share of all its optimizer steps, rounded to whole steps; None =
     trainer.policy.optimizer_config.num_warmup_steps."""
     min_lr_ratio: float | None = None
     """Where the learning rate ends, as a share of its peak; for the schedules cosine_with_min_lr,
-    cosine_warmup_with_min_lr, which need it, and polynomial. None = the schedule's own end."""
+    cosine_warmup_with_min_lr, which need it, and polynomial, of the policy or the critic. None = the schedule's own
+    end."""
     scoring_workers: int | None = None
     """Processes that run environment calls; None = the cores of the machine, at most 8."""
     scoring_time_limit_s: float = 30.0

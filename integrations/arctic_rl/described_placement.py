@@ -2,7 +2,7 @@
 
 The GPUs of ``trainer.placement`` are counted up over its nodes. A rank of the policy or of the reference model takes
 one, an engine as many as its parallel sizes say. Colocated, every job starts at the first GPU; else the reference
-model follows the policy (or shares its GPUs), and the engines come last.
+model follows the policy (or shares its GPUs), then the critic, and the engines come last.
 """
 
 from __future__ import annotations
@@ -73,6 +73,9 @@ def described_plan(cfg: Any) -> DescribedPlan:
     if algorithm.use_kl_loss or algorithm.use_kl_in_reward:
         shares = placement.colocate_all or placement.colocate_policy_ref
         jobs.append(JobPlan("ref", ref, 1, 0 if shares else policy))
+    if cfg.trainer.critic.model.path:
+        critic = placement.critic_num_nodes * placement.critic_num_gpus_per_node
+        jobs.append(JobPlan("critic", critic, 1, 0 if placement.colocate_all else max(job.end_gpu for job in jobs)))
     first = 0 if placement.colocate_all else max(job.end_gpu for job in jobs)
     jobs.append(JobPlan("sampling", engine.num_engines, engine_gpus, first))
     return DescribedPlan(tuple(jobs), placement.policy_num_gpus_per_node, placement.colocate_all)

@@ -11,16 +11,18 @@ import torch
 from loguru import logger
 from skyrl.backends.skyrl_train.distributed.dispatch import WorkerOutput
 from skyrl.backends.skyrl_train.training_batch import TrainingInputBatch, pad_training_input_batch
+from torch.nn.functional import pad
 
 from .backends.base import RemoteBackend
 from .backends.loop_thread import LoopThread
 from .checkpoint import sweep, written_aside
+from .critic_updates import critic_metrics, critic_processing, row_weights
 from .errors import ArcticError, CheckpointError, UnsupportedError
 from .layout import repack_to_verl, response_to_skyrl
 from .loss_config import logits_meta, loss_request, reads_old_logprobs, sharing_meta, skyrl_metrics
 from .micro_batches import lcm_dp_size, micro_batch_counts, skyrl_dp_size, skyrl_micro_batch_ids
 from .off_policy import correction_weights
-from .step_log import STEP_LOG_NAME, StepLog
+from .step_log import CRITIC_STEP_LOG_NAME, STEP_LOG_NAME, StepLog
 
 
 @dataclass(frozen=True)
@@ -59,10 +61,15 @@ class ArcticDispatch:
         self._loss = loss_request(cfg)
         self._logits_meta = logits_meta(cfg)
         self._sharing_meta = sharing_meta(cfg)
-        self._step_log = StepLog(Path(cfg.trainer.log_path) / STEP_LOG_NAME)
+        self._step_logs = {
+            model: StepLog(Path(cfg.trainer.log_path) / name)
+            for model, name in (("policy", STEP_LOG_NAME), ("critic", CRITIC_STEP_LOG_NAME))
+        }
         self._last_weight_sync_s: float | None = None
         self._update_of_step = (-1, 0)
-        self._uses_reference = cfg.trainer.algorithm.use_kl_loss or cfg.trainer.algorithm.use_kl_in_reward
+        uses_reference = cfg.trainer.algorithm.use_kl_loss or cfg.trainer.algorithm.use_kl_in_reward
+        self._trained = ["policy", *(["critic"] if cfg.trainer.critic.model.path else [])]
+        self._models = [*self._trained, *(["ref"] if uses_reference else [])]
 
     def get_lcm_dp_size(self) -> int:
         """Rows of a batch are a multiple of this in SkyRL: it divides by its data-parallel size of every model."""
@@ -92,13 +99,15 @@ class ArcticDispatch:
         loss_fn_config: dict[str, Any] | None = None,
         model_id: str | None = None,
     ) -> WorkerOutput:
-        """Log-probs under the policy or the reference model of each row's last ``response_length`` tokens.
+        """Log-probs under the policy or the reference model of each row's last ``response_length`` tokens, or the
+        critic's values of what is before them.
 
         That window, taken from ``data.metadata``, holds every response right-aligned, and in front of a shorter one
         the end of its prompt: SkyRL sends no response mask with a forward pass.
 
         Returns:
-            One ``{"logprobs": list}`` a row, as wide as the window, 0 where the row has no token.
+            One ``{"logprobs": list}``, or ``{"values": list}``, a row, as wide as the window, 0 where the row has no
+            token, or nothing before it.
         """
         self._refuse_tinker_arguments(loss_fn, loss_fn_config, model_id)
         self._check_model(model)
@@ -112,8 +121,10 @@ class ArcticDispatch:
         }
         batch = repack_to_verl(rows_only, self._pad_token_id)
         meta = self._meta(model, batch, rows, "micro_forward_batch_size_per_gpu")
-        logprobs = response_to_skyrl(self._loop.run(self._backend.log_probs(model, batch, meta)), mask)
-        return WorkerOutput(loss_fn_outputs=[{"logprobs": row} for row in logprobs[:rows].tolist()])
+        numbers = self._backend.values if model == "critic" else self._backend.log_probs
+        rows_of_window = response_to_skyrl(self._loop.run(numbers(model, batch, meta)), mask)
+        name = "values" if model == "critic" else "logprobs"
+        return WorkerOutput(loss_fn_outputs=[{name: row} for row in rows_of_window[:rows].tolist()])
 
     def forward_from_staged(
         self,
@@ -146,6 +157,8 @@ class ArcticDispatch:
         """
         self._refuse_tinker_arguments(loss_fn, loss_fn_config, model_id)
         self._check_model(model, trained=True)
+        if model == "critic":
+            return WorkerOutput(metrics=self._update_critic(data))
         if data.get("action_log_probs") is None and reads_old_logprobs(self._cfg):
             raise UnsupportedError(
                 "the batch has no action_log_probs, and the policy loss is a ratio to them: forward, or "
@@ -167,11 +180,26 @@ class ArcticDispatch:
             meta["random_key"] = self._random_key(data)
         result = self._loop.run(self._backend.fwd_bwd(batch, meta, self._loss.processing))
         result["metrics"] = result["metrics"] | weighting
-        self._step_log.mini_batch(result, num_tokens=meta["batch_num_tokens"], num_rows=meta["global_batch_size"])
+        self._step_logs[model].mini_batch(
+            result, num_tokens=meta["batch_num_tokens"], num_rows=meta["global_batch_size"]
+        )
         metrics = skyrl_metrics(self._cfg, result, response_length=batch["responses"].shape[1])
         if self._cfg.trainer.max_tokens_per_microbatch > 0:
             metrics |= micro_batch_counts(result["micro_batches"])
         return WorkerOutput(metrics=metrics)
+
+    def _update_critic(self, data: TrainingInputBatch) -> dict[str, float]:
+        """Accumulate the gradient of the critic's value loss on one mini-batch."""
+        tensors = {name: data[name] for name in (*_LAYOUT, "loss_mask", "returns", "values")}
+        padded, rows = _pad_rows(_with_metadata(tensors, data), self.dp_size("critic"))
+        weights = row_weights(padded["attention_mask"], self._cfg.trainer)
+        padded, weighted_rows = _pad_rows(padded, self._backend.dp_size("critic"))
+        batch = repack_to_verl(padded, self._pad_token_id)
+        batch["row_weights"] = pad(weights, (0, len(padded) - weighted_rows))
+        meta = self._meta("critic", batch, rows, "micro_train_batch_size_per_gpu")
+        result = self._loop.run(self._backend.fwd_bwd(batch, meta, critic_processing(self._cfg), **_job("critic")))
+        self._step_logs["critic"].mini_batch(result, num_tokens=meta["batch_num_tokens"], num_rows=rows)
+        return critic_metrics(result)
 
     def _update_payload(self, padded: TrainingInputBatch) -> dict[str, torch.Tensor]:
         """The tensors of an update in the server's layout.
@@ -212,8 +240,8 @@ class ArcticDispatch:
         """One optimizer step; returns the gradient's L2 norm before clipping."""
         self._refuse_tinker_arguments(None, None, model_id)
         self._check_model(model, trained=True)
-        result = self._loop.run(self._backend.step())
-        self._step_log.optimizer_step(result)
+        result = self._loop.run(self._backend.step(**_job(model)))
+        self._step_logs[model].optimizer_step(result)
         return result["grad_norm"]
 
     def empty_cache(self, model: str | None = None) -> None:
@@ -301,15 +329,17 @@ class ArcticDispatch:
             logger.warning(left_out.format(model, "ranks"))
         if model == "ref":
             return
-        if not outcome["same_engines"]:
+        if model == "policy" and not outcome["same_engines"]:
             logger.warning(left_out.format(model, "engines"))
-        self._step_log.go_on_behind(outcome["optimizer_steps"])
+        self._step_logs[model].go_on_behind(outcome["optimizer_steps"])
         for name, value in outcome["now"].items():
             if value != outcome["saved"].get(name):
-                logger.warning(f"the optimizer goes on with {name}={value}; it was {outcome['saved'].get(name)}")
+                logger.warning(
+                    f"the optimizer of {model} goes on with {name}={value}; it was {outcome['saved'].get(name)}"
+                )
 
     def save_hf_model(self, model: str, export_dir: str, tokenizer: Any) -> None:
-        """Write the policy as a Hugging Face model folder with its tokenizer: whole, or not there.
+        """Write the policy, or the critic, as a Hugging Face model folder with its tokenizer: whole, or not there.
 
         Raises:
             CheckpointError: it could not be written, with the reason.
@@ -319,7 +349,7 @@ class ArcticDispatch:
         target.parent.mkdir(parents=True, exist_ok=True)
         sweep(target.parent)
         with written_aside(target) as aside:
-            self._loop.run(self._backend.save_weights(str(aside / target.name)))
+            self._loop.run(self._backend.save_weights(str(aside / target.name), **_job(model)))
             if not (aside / target.name / "config.json").is_file():
                 raise CheckpointError(
                     f"the model that rank 0 wrote to {aside / target.name} cannot be seen here: trainer.export_path "
@@ -341,19 +371,19 @@ class ArcticDispatch:
 
     def start_profile(self, model: str, config: dict | None = None, raise_on_error: bool = False) -> None:
         """Start ``torch.profiler`` on the policy's ranks, as ``trainer.policy.torch_profiler_config`` says."""
-        self._check_model(model, trained=True)
+        self._check_profiled(model)
         if config is not None:
             raise UnsupportedError("config is not served: the recipe's trainer.policy.torch_profiler_config is read")
         self._loop.run(self._backend.start_profile(asdict(self._cfg.trainer.policy.torch_profiler_config)))
 
     def profile_step(self, model: str) -> None:
         """Tell the profilers that a step of the run is over."""
-        self._check_model(model, trained=True)
+        self._check_profiled(model)
         self._loop.run(self._backend.profile_step())
 
     def stop_profile(self, model: str, raise_on_error: bool = False) -> None:
         """Stop the profilers; an error only warns, since SkyRL calls this while another one ends the run."""
-        self._check_model(model, trained=True)
+        self._check_profiled(model)
         try:
             self._loop.run(self._backend.stop_profile())
         except ArcticError as error:
@@ -370,9 +400,13 @@ class ArcticDispatch:
                 raise UnsupportedError(f"{name}={value!r} is not served: leave it at None")
 
     def _check_model(self, model: str, *, trained: bool = False) -> None:
-        known = ["policy"] if trained or not self._uses_reference else ["policy", "ref"]
+        known = self._trained if trained else self._models
         if model not in known:
             raise UnsupportedError(f"model {model!r} is not served here: known models are {', '.join(known)}")
+
+    def _check_profiled(self, model: str) -> None:
+        if model != "policy":
+            raise UnsupportedError(f"model {model!r} is not served here: the policy alone is profiled")
 
     def _meta(self, model: str, batch: dict[str, torch.Tensor], rows: int, micro_batch_setting: str) -> dict[str, Any]:
         """The scalars of a call; ``rows`` leaves out those that only pad the batch."""
@@ -393,9 +427,9 @@ class ArcticDispatch:
             "batch_num_tokens": int(mask.sum()),
             "global_batch_size": rows,
             "dp_size": self._backend.dp_size(model),
-            "calculate_entropy": True,
+            "calculate_entropy": model != "critic",
             "response_logprobs_only": True,
-            **self._logits_meta,
+            **({} if model == "critic" else self._logits_meta),
             **self._sharing_meta,
         }
 
@@ -413,4 +447,11 @@ def _with_metadata(tensors: dict[str, Any], source: TrainingInputBatch) -> Train
     return batch
 
 
+def _job(model: str) -> dict[str, str]:
+    """What a call that trains or exports takes the policy for unless it is told another model."""
+    return {} if model == "policy" else {"job": model}
+
+
+_LAYOUT = ("sequences", "attention_mask", "response_mask")
 _DRIVER_ONLY = ("rewards", "returns", "values")
+"""What of a batch an update of the policy does not read."""

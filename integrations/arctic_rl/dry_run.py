@@ -99,17 +99,24 @@ def _placement(cfg: Any) -> list[str]:
 
 
 def _schedule(cfg: Any, counted: int | str) -> list[str]:
-    try:
-        run = horizon(cfg)
-    except (TypeError, ZeroDivisionError) as error:
-        return [f"cannot be told: {error}"]
+    names = {"policy": "horizon"}
+    if cfg.trainer.critic.model.path:
+        names["critic"] = "horizon of the critic"
+    lines = []
+    for model, name in names.items():
+        try:
+            run = horizon(cfg, model)
+        except (TypeError, ZeroDivisionError) as error:
+            lines.append(f"{name} cannot be told: {error}")
+            continue
+        if isinstance(counted, int):
+            steps = run.optimizer_steps(counted)
+            lines.append(f"{name}: {steps} optimizer steps = {run.formula()}, prompts = {counted}")
+        else:
+            lines.append(f"{name}: {run.formula()}")
     if isinstance(counted, int):
-        steps = run.optimizer_steps(counted)
-        return [f"horizon: {steps} optimizer steps = {run.formula()}, prompts = {counted}"]
-    lines = [
-        f"horizon: {run.formula()}",
-        f"prompts is the data set's size without prompts that are too long: {counted}",
-    ]
+        return lines
+    lines.append(f"prompts is the data set's size without prompts that are too long: {counted}")
     if has_two_warmups(cfg):
         lines.append(
             f"warm-up: trainer.arctic_rl.lr_warmup_ratio={cfg.trainer.arctic_rl.lr_warmup_ratio} of it must be "

@@ -36,10 +36,10 @@ class Horizon:
         return f"{batches} x {self.steps_per_batch} optimizer step{'' if self.steps_per_batch == 1 else 's'} a batch"
 
 
-def horizon(cfg: Any) -> Horizon:
-    """The horizon of a recipe; its batch sizes divide evenly."""
+def horizon(cfg: Any, model: str = "policy") -> Horizon:
+    """The horizon of a recipe's policy or critic; its batch sizes divide evenly."""
     trainer = cfg.trainer
-    mini_batches = trainer.train_batch_size // trainer.policy_mini_batch_size
+    mini_batches = trainer.train_batch_size // vars(trainer)[f"{model}_mini_batch_size"]
     return Horizon(
         prompts_per_batch=trainer.train_batch_size,
         steps_per_batch=mini_batches * trainer.update_epochs_per_batch,

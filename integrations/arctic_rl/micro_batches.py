@@ -19,7 +19,7 @@ def skyrl_dp_size(trainer: Any, model: str) -> int:
 
     Args:
         trainer: the recipe's validated ``trainer`` section.
-        model: ``policy`` or ``ref``.
+        model: ``policy``, ``critic`` or ``ref``; of strategy megatron SkyRL has no critic.
     """
     placement, settings = vars(trainer.placement), vars(trainer)[model]
     gpus = placement[f"{model}_num_nodes"] * placement[f"{model}_num_gpus_per_node"]
@@ -37,11 +37,12 @@ def skyrl_dp_size(trainer: Any, model: str) -> int:
 def lcm_dp_size(trainer: Any) -> int:
     """The number that SkyRL makes the rows of a batch a multiple of: it divides by the size of every model in use."""
     uses_reference = trainer.algorithm.use_kl_loss or trainer.algorithm.use_kl_in_reward
-    return math.lcm(skyrl_dp_size(trainer, "policy"), skyrl_dp_size(trainer, "ref") if uses_reference else 1)
+    used = {"policy": True, "critic": bool(trainer.critic.model.path), "ref": uses_reference}
+    return math.lcm(*(skyrl_dp_size(trainer, model) for model, is_used in used.items() if is_used))
 
 
-def skyrl_micro_batch_ids(attention_mask: torch.Tensor, *, trainer: Any) -> torch.Tensor:
-    """The number of each row's micro-batch, as SkyRL's policy workers cut them.
+def skyrl_micro_batch_ids(attention_mask: torch.Tensor, *, trainer: Any, model: str = "policy") -> torch.Tensor:
+    """The number of each row's micro-batch, as SkyRL's workers of a model cut them.
 
     Each of SkyRL's data-parallel workers takes a run of rows, and cuts it into runs of
     ``micro_train_batch_size_per_gpu`` rows, or with ``max_tokens_per_microbatch`` above 0 by the balanced packing of
@@ -50,11 +51,12 @@ def skyrl_micro_batch_ids(attention_mask: torch.Tensor, *, trainer: Any) -> torc
     Args:
         attention_mask: [B, S]; B is a multiple of ``skyrl_dp_size``.
         trainer: the recipe's validated ``trainer`` section.
+        model: see ``skyrl_dp_size``.
 
     Returns:
         [B], int64, counting from 0 over the workers, one worker's after another's.
     """
-    workers = skyrl_dp_size(trainer, "policy")
+    workers = skyrl_dp_size(trainer, model)
     rows = len(attention_mask) // workers
     budget = trainer.max_tokens_per_microbatch
     if budget <= 0:

@@ -39,6 +39,8 @@ class PlacementRequest:
     """Sampling engines, each one process."""
     max_cpu_workers: int
     """The most processes that a cluster without GPUs may be given."""
+    critic_ranks: int = 0
+    """Training processes of the critic; 0 = no critic."""
 
 
 @dataclass(frozen=True)
@@ -81,19 +83,27 @@ def plan_placement(request: PlacementRequest, cluster: ClusterDescription) -> Pl
             f"the cluster has {cluster.gpus} GPUs, and placement on GPUs is not there yet: "
             "hide them with CUDA_VISIBLE_DEVICES='' (ray start --num-gpus=0 on a cluster) to run on CPUs"
         )
-    wanted = request.policy_ranks + request.ref_ranks + request.engines
+    wanted = request.policy_ranks + request.critic_ranks + request.ref_ranks + request.engines
     if wanted > request.max_cpu_workers:
+        critic = f"{request.critic_ranks} ranks of the critic, " if request.critic_ranks else ""
         parts = (
-            f"{request.policy_ranks} training ranks, {request.ref_ranks} reference ranks, {request.engines} engines"
+            f"{request.policy_ranks} training ranks, {critic}{request.ref_ranks} reference ranks, "
+            f"{request.engines} engines"
         )
         raise PlacementError(
             f"the recipe asks for {wanted} worker processes ({parts}) on a cluster without GPUs, more than "
             f"trainer.arctic_rl.max_cpu_workers={request.max_cpu_workers}: lower "
-            "trainer.placement.policy_num_gpus_per_node (and ref_num_gpus_per_node) and "
+            f"trainer.placement.policy_num_gpus_per_node (and {'critic_num_gpus_per_node, ' if critic else ''}"
+            "ref_num_gpus_per_node) and "
             "generator.inference_engine.num_engines, or raise trainer.arctic_rl.max_cpu_workers"
         )
     node = cluster.nodes[0].node_id
-    jobs = (("policy", request.policy_ranks), ("ref", request.ref_ranks), ("sampling", request.engines))
+    jobs = (
+        ("policy", request.policy_ranks),
+        ("critic", request.critic_ranks),
+        ("ref", request.ref_ranks),
+        ("sampling", request.engines),
+    )
     return PlacementPlan(
         tuple(WorkerPlacement(job, rank, node, "cpu") for job, count in jobs for rank in range(count))
     )

@@ -140,8 +140,9 @@ def _models(cfg: Any) -> list[tuple[str, str]]:
 
 
 def _roles(cfg: Any) -> list[str]:
-    algorithm = cfg.trainer.algorithm
-    return ["policy", "ref"] if algorithm.use_kl_loss or algorithm.use_kl_in_reward else ["policy"]
+    trainer, algorithm = cfg.trainer, cfg.trainer.algorithm
+    uses_reference = algorithm.use_kl_loss or algorithm.use_kl_in_reward
+    return ["policy", *(["ref"] if uses_reference else []), *(["critic"] if trainer.critic.model.path else [])]
 
 
 def checkpoint_problems(cfg: Any) -> Iterator[str]:

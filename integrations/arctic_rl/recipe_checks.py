@@ -87,8 +87,8 @@ def _estimator(cfg: Any) -> Iterator[str]:
         yield refusal(
             "trainer.algorithm.advantage_estimator",
             "gae",
-            "it needs a critic, and a critic is not there yet",
-            "write grpo, rloo, reinforce++ or maxrl",
+            "it needs a critic",
+            "write trainer.critic.model.path, or one of grpo, rloo, reinforce++ and maxrl",
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from .critic_updates import critic_processing
 from .errors import UnsupportedError
 from .loss_config import logits_meta, loss_request, sharing_meta
 from .sampling_params import NEUTRAL, to_vllm_kwargs
@@ -58,6 +59,9 @@ def update_lines(cfg: Any) -> list[str]:
     if request.corrected:
         asked = {name: value for name, value in vars(algorithm.off_policy_correction).items() if value is not None}
         lines.append(f"off_policy_correction: {_pairs(asked)}")
+    if trainer.critic.model.path:
+        advantages |= {name: vars(algorithm)[name] for name in ("gamma", "lambd")}
+        lines.append(f"critic: {_pairs({'loss_fn': 'value', **critic_processing(cfg)['config']})}")
     return [*lines, f"advantages: {_pairs(advantages)}"]
 
 

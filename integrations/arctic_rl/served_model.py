@@ -11,7 +11,7 @@ class ServedModel:
     """Says that a model is there; its workers are the backend's, and are reached through the trainer's dispatch.
 
     Args:
-        attribute: the trainer's name for it, ``policy_model`` or ``ref_model``.
+        attribute: the trainer's name for it, ``policy_model``, ``critic_model`` or ``ref_model``.
     """
 
     def __init__(self, attribute: str) -> None:

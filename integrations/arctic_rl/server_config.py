@@ -8,6 +8,7 @@ from typing import Any
 from .errors import UnsupportedError
 from .loss_config import packed_policy_loss
 from .server.sampling_spec import SamplingSpec
+from .server.schedule import has_end
 from .server.specs import OptimizerSpec, ServerConfig, TrainingSpec
 
 _DTYPES = {"float32": "float32", "fp32": "float32", "bfloat16": "bfloat16", "bf16": "bfloat16", "float16": "float16"}
@@ -38,9 +39,13 @@ def server_config(cfg: Any, *, run_id: str, env_vars: dict[str, str]) -> ServerC
     return ServerConfig(
         policy=_training_spec(cfg, "policy", threads),
         reference=_training_spec(cfg, "ref", threads) if uses_reference else None,
+        critic=_training_spec(cfg, "critic", threads) if trainer.critic.model.path else None,
         sampling=_sampling_spec(cfg),
         policy_ranks=placement.policy_num_nodes * placement.policy_num_gpus_per_node,
         ref_ranks=placement.ref_num_nodes * placement.ref_num_gpus_per_node if uses_reference else 0,
+        critic_ranks=(
+            placement.critic_num_nodes * placement.critic_num_gpus_per_node if trainer.critic.model.path else 0
+        ),
         engines=engine.num_engines,
         max_cpu_workers=arctic.max_cpu_workers,
         sync_dtype=_dtype("generator.inference_engine.model_dtype", engine.model_dtype),
@@ -52,9 +57,16 @@ def server_config(cfg: Any, *, run_id: str, env_vars: dict[str, str]) -> ServerC
     )
 
 
-def optimizer_spec(cfg: Any) -> OptimizerSpec:
-    """The policy's optimizer and schedule."""
-    optimizer, arctic = cfg.trainer.policy.optimizer_config, cfg.trainer.arctic_rl
+def optimizer_spec(cfg: Any, model: str = "policy") -> OptimizerSpec:
+    """Optimizer and schedule of the policy, or of the critic.
+
+    ``lr_warmup_ratio`` is the policy's. ``min_lr_ratio`` is handed to whichever schedule has such an end, and to the
+    policy's where neither has, which is then told.
+    """
+    trainer, arctic = cfg.trainer, cfg.trainer.arctic_rl
+    optimizer = vars(trainer)[model].optimizer_config
+    critics = bool(trainer.critic.model.path) and has_end(trainer.critic.optimizer_config.scheduler)
+    ends = has_end(optimizer.scheduler) or (model == "policy" and not critics)
     return OptimizerSpec(
         lr=float(optimizer.lr),
         betas=(float(optimizer.adam_betas[0]), float(optimizer.adam_betas[1])),
@@ -62,20 +74,22 @@ def optimizer_spec(cfg: Any) -> OptimizerSpec:
         max_grad_norm=float(optimizer.max_grad_norm),
         scheduler=optimizer.scheduler,
         num_warmup_steps=int(optimizer.num_warmup_steps),
-        lr_warmup_ratio=arctic.lr_warmup_ratio,
-        min_lr_ratio=arctic.min_lr_ratio,
+        lr_warmup_ratio=arctic.lr_warmup_ratio if model == "policy" else None,
+        min_lr_ratio=arctic.min_lr_ratio if ends else None,
+        section=f"trainer.{model}.optimizer_config",
     )
 
 
 def _training_spec(cfg: Any, role: str, threads: int) -> TrainingSpec:
     trainer = cfg.trainer
-    is_policy = role == "policy"
+    is_policy, is_critic = role == "policy", role == "critic"
+    path = vars(trainer)[role].model.path
     return TrainingSpec(
         role=role,
-        model_path=vars(trainer)[role].model.path,
+        model_path=path,
         dtype="bfloat16" if trainer.bf16 else "float32",
         zero_stage=trainer.arctic_rl.zero_stage,
-        optimizer=optimizer_spec(cfg),
+        optimizer=optimizer_spec(cfg, "critic" if is_critic else "policy"),
         gradient_checkpointing=trainer.gradient_checkpointing,
         gradient_checkpointing_use_reentrant=trainer.gradient_checkpointing_use_reentrant,
         seed=trainer.seed,
@@ -87,6 +101,8 @@ def _training_spec(cfg: Any, role: str, threads: int) -> TrainingSpec:
         zorro_self_check=trainer.arctic_rl.zorro_self_check,
         model_config=_model_config(cfg, role),
         policy_loss=packed_policy_loss(cfg) if is_policy else None,
+        value_head=trainer.algorithm.value_head_prefix if is_critic else None,
+        fresh_value_head=is_critic and path == trainer.policy.model.path,
     )
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 STEP_LOG_NAME = "optimizer_steps.jsonl"
+CRITIC_STEP_LOG_NAME = "critic_optimizer_steps.jsonl"
 
 
 class StepLog:

@@ -13,6 +13,7 @@ from .backends.base import RemoteBackend
 from .backends.loop_thread import LoopThread
 from .dispatch import ArcticDispatch
 from .equal_rewards import EqualRewardsMixin
+from .horizon import horizon
 from .resume import ResumeMixin
 from .served_model import ServedModel
 from .server.schedule import warmup_steps
@@ -45,16 +46,18 @@ class ArcticTrainerMixin(ResumeMixin, JudgedBaselineMixin, EqualRewardsMixin):
         """Bring up the backend's workers and build the dispatch.
 
         Replaces SkyRL's creation of FSDP or Megatron actor groups, which need GPUs; the worker classes are ignored.
-        The schedule's horizon is the run's optimizer steps: batches x update epochs x mini-batches.
+        A schedule's horizon is the run's optimizer steps: batches x update epochs x mini-batches.
 
         Raises:
             UnsupportedError: ``lr_warmup_ratio`` of that horizon is not the ``num_warmup_steps`` beside it.
         """
         trainer = self.cfg.trainer
-        steps_per_batch = trainer.train_batch_size // trainer.policy_mini_batch_size * trainer.update_epochs_per_batch
-        horizon = self.total_training_steps * steps_per_batch
-        warmup_steps(optimizer_spec(self.cfg), horizon)
-        self._arctic_loop.run(self._arctic_backend.initialize(horizon))
+        policy_steps = self.total_training_steps * horizon(self.cfg).steps_per_batch
+        has_critic = bool(trainer.critic.model.path)
+        critic_steps = self.total_training_steps * horizon(self.cfg, "critic").steps_per_batch if has_critic else 0
+        warmup_steps(optimizer_spec(self.cfg), policy_steps)
+        critics = {"critic_training_steps": critic_steps} if has_critic else {}
+        self._arctic_loop.run(self._arctic_backend.initialize(policy_steps, **critics))
         self.dispatch = ArcticDispatch(
             self.cfg,
             self._arctic_backend,
@@ -64,6 +67,7 @@ class ArcticTrainerMixin(ResumeMixin, JudgedBaselineMixin, EqualRewardsMixin):
         )
         uses_reference = trainer.algorithm.use_kl_loss or trainer.algorithm.use_kl_in_reward
         self.policy_model = ServedModel("policy_model")
+        self.critic_model = ServedModel("critic_model") if has_critic else None
         self.ref_model = ServedModel("ref_model") if uses_reference else None
         logger.info("the Arctic RL backend's workers are up")
 

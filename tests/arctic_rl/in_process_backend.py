@@ -45,7 +45,7 @@ class InProcessBackend(RemoteBackend):
     """Ranks run one after the other on one set of weights; their gradients are averaged as a process group would.
 
     Args:
-        models: ``policy`` and ``ref``; without one its calls return zeros.
+        models: ``policy``, ``critic`` and ``ref``; without one its calls return zeros.
         ranks: data-parallel size by job; 1 where it is not given.
         max_grad_norm: clipping norm of a step.
         failing: names of calls that raise.
@@ -65,9 +65,11 @@ class InProcessBackend(RemoteBackend):
         self._max_grad_norm = max_grad_norm
         self._failing = failing
         self._lr = lr
-        self._optimizer = None
-        if "policy" in self._engines:
-            self._optimizer = torch.optim.AdamW(self._engines["policy"].module.parameters(), lr=lr, weight_decay=0.0)
+        self._optimizers = {
+            job: torch.optim.AdamW(engine.module.parameters(), lr=lr, weight_decay=0.0)
+            for job, engine in self._engines.items()
+            if job != "ref"
+        }
         self.calls: list[tuple[str, tuple]] = []
         self.version = 0
 
@@ -79,10 +81,10 @@ class InProcessBackend(RemoteBackend):
         """Arguments of every call of that name."""
         return [arguments for called, arguments in self.calls if called == name]
 
-    def gradient(self) -> dict[str, torch.Tensor]:
+    def gradient(self, job: str = "policy") -> dict[str, torch.Tensor]:
         """What the next step applies, before clipping."""
-        ranks = self.dp_size("policy")
-        return {name: p.grad / ranks for name, p in self._engines["policy"].module.named_parameters()}
+        ranks = self.dp_size(job)
+        return {name: p.grad / ranks for name, p in self._engines[job].module.named_parameters()}
 
     @classmethod
     def from_config(cls, config: Any, handle: BackendHandle | None = None) -> "InProcessBackend":
@@ -94,8 +96,8 @@ class InProcessBackend(RemoteBackend):
     def requires_single_forwarder(self) -> bool:
         return True
 
-    async def initialize(self, num_training_steps: int) -> None:
-        self._record("initialize", num_training_steps)
+    async def initialize(self, num_training_steps: int, *, critic_training_steps: int = 0) -> None:
+        self._record("initialize", num_training_steps, *filter(None, (critic_training_steps,)))
 
     def dp_size(self, job: str) -> int:
         return self._ranks.get(job, 1)
@@ -103,17 +105,18 @@ class InProcessBackend(RemoteBackend):
     async def fwd_no_grad(self, job: str, batch: dict, meta: dict, processing: dict) -> dict:
         self._record("fwd_no_grad", job, batch, meta, processing)
         if job not in self._engines:
-            return {"batch": {"logprobs": torch.zeros(batch["input_ids"].shape)}, "metrics": {}}
+            name = "values" if job == "critic" else "logprobs"
+            return {"batch": {name: torch.zeros(batch["input_ids"].shape)}, "metrics": {}}
         results = self._run(job, batch, meta, processing, backward=False)
         return {"batch": join_rows([result["batch"] for result in results]), "metrics": {}}
 
-    async def fwd_bwd(self, batch: dict, meta: dict, processing: dict) -> dict:
-        self._record("fwd_bwd", batch, meta, processing)
-        if "policy" not in self._engines:
+    async def fwd_bwd(self, batch: dict, meta: dict, processing: dict, job: str = "policy") -> dict:
+        self._record(_of_job("fwd_bwd", job), batch, meta, processing)
+        if job not in self._engines:
             canned = {"avg_loss": 0.0, "metrics": dict.fromkeys(CANNED_METRICS, 0.0), "lr": self._lr}
-            return canned | {"micro_batches": [1] * self.dp_size("policy")}
-        results = self._run("policy", batch, meta, processing, backward=True)
-        tokens = [float(shard["loss_mask"].sum()) for shard in shards_of(batch, self.dp_size("policy"))]
+            return canned | {"micro_batches": [1] * self.dp_size(job)}
+        results = self._run(job, batch, meta, processing, backward=True)
+        tokens = [float(shard["loss_mask"].sum()) for shard in shards_of(batch, self.dp_size(job))]
         micro_batches = [result["micro_batches"] for result in results]
         busy = [place for place, number in enumerate(micro_batches) if number]
         metrics = {
@@ -129,16 +132,16 @@ class InProcessBackend(RemoteBackend):
         loss = sum(result["avg_loss"] for result in results) / len(results)
         return {"avg_loss": loss, "metrics": metrics, "lr": self._lr, "micro_batches": micro_batches}
 
-    async def step(self) -> dict[str, float]:
-        self._record("step")
+    async def step(self, job: str = "policy") -> dict[str, float]:
+        self._record(_of_job("step", job))
         norm = 0.0
-        if self._optimizer is not None:
-            parameters = list(self._engines["policy"].module.parameters())
+        if job in self._optimizers:
+            parameters = list(self._engines[job].module.parameters())
             for parameter in parameters:
-                parameter.grad /= self.dp_size("policy")
+                parameter.grad /= self.dp_size(job)
             norm = float(torch.nn.utils.clip_grad_norm_(parameters, self._max_grad_norm))
-            self._optimizer.step()
-            self._optimizer.zero_grad()
+            self._optimizers[job].step()
+            self._optimizers[job].zero_grad()
         return {"lr": self._lr, "grad_norm": norm}
 
     async def generate(self, requests: list[dict]) -> list[dict]:
@@ -193,7 +196,11 @@ class InProcessBackend(RemoteBackend):
     async def save_checkpoint(self, job: str, directory: str) -> None:
         self._record("save_checkpoint", job, directory)
         if job in self._engines:
-            facts = {"random": random_state(), "optimizer_steps": self.names().count("step"), "settings": {}}
+            facts = {
+                "random": random_state(),
+                "optimizer_steps": self.names().count(_of_job("step", job)),
+                "settings": {},
+            }
             pieces = self._pieces(job, allocate=False)
             write_share(directory, pieces, rank=0, world_size=1, replicated=True, buffers={}, facts=facts)
 
@@ -207,8 +214,8 @@ class InProcessBackend(RemoteBackend):
             load_pieces(directory, self._pieces(job, allocate=True), {})
         return {"same_ranks": True, "same_engines": True, "optimizer_steps": steps, "saved": settings, "now": settings}
 
-    async def save_weights(self, directory: str) -> None:
-        self._record("save_weights", directory)
+    async def save_weights(self, directory: str, job: str = "policy") -> None:
+        self._record(_of_job("save_weights", job), directory)
         Path(directory).mkdir()
         (Path(directory) / "config.json").write_text("{}")
 
@@ -240,7 +247,7 @@ class InProcessBackend(RemoteBackend):
         engine = self._engines[job]
         if job == "ref":
             return reference_pieces(engine.module)
-        return engine_pieces(engine, self._optimizer, 0, allocate=allocate)
+        return engine_pieces(engine, self._optimizers[job], 0, allocate=allocate)
 
     def _run(self, job: str, batch: dict, meta: dict, processing: dict, *, backward: bool) -> list[dict]:
         meta = dict(meta)
@@ -261,6 +268,10 @@ class InProcessBackend(RemoteBackend):
             )
             results.append(result | {"micro_batches": micro_batches})
         return results
+
+
+def _of_job(call: str, job: str) -> str:
+    return call if job == "policy" else f"{job}_{call}"
 
 
 class _Engine:

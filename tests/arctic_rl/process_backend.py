@@ -109,9 +109,15 @@ def _limit_file_size(nbytes: int | None) -> None:
 class ProcessBackend(RemoteBackend):
     """Training, log-probs and checkpoints; what samplers would do is skipped."""
 
-    def __init__(self, processes: RankProcesses, policy: TrainingSpec, reference: TrainingSpec | None = None) -> None:
+    def __init__(
+        self,
+        processes: RankProcesses,
+        policy: TrainingSpec,
+        reference: TrainingSpec | None = None,
+        critic: TrainingSpec | None = None,
+    ) -> None:
         self._processes = processes
-        self._specs = {"policy": policy, "ref": reference}
+        self._specs = {"policy": policy, "critic": critic, "ref": reference}
 
     @classmethod
     def from_config(cls, config: Any, handle: Any = None) -> "ProcessBackend":
@@ -123,10 +129,11 @@ class ProcessBackend(RemoteBackend):
     def requires_single_forwarder(self) -> bool:
         return True
 
-    async def initialize(self, num_training_steps: int) -> None:
+    async def initialize(self, num_training_steps: int, *, critic_training_steps: int = 0) -> None:
         for job, spec in self._specs.items():
             if spec is not None:
-                await self._call("setup", job, spec, num_training_steps)
+                steps = critic_training_steps if job == "critic" else num_training_steps
+                await self._call("setup", job, spec, steps)
 
     def dp_size(self, job: str) -> int:
         return self._processes.world_size
@@ -135,14 +142,14 @@ class ProcessBackend(RemoteBackend):
         outputs = await self._run(job, batch, meta, processing, backward=False)
         return {"batch": join_rows([output["batch"] for output in outputs]), "metrics": {}}
 
-    async def fwd_bwd(self, batch: dict, meta: dict, processing: dict) -> dict:
-        outputs = await self._run("policy", batch, meta, processing, backward=True)
-        rate = (await self._call("learning_rate", "policy"))[0]
+    async def fwd_bwd(self, batch: dict, meta: dict, processing: dict, job: str = "policy") -> dict:
+        outputs = await self._run(job, batch, meta, processing, backward=True)
+        rate = (await self._call("learning_rate", job))[0]
         result = {"avg_loss": outputs[0]["avg_loss"], "metrics": outputs[0]["metrics"], "lr": rate}
         return result | {"micro_batches": [output["micro_batches"] for output in outputs]}
 
-    async def step(self) -> dict[str, float]:
-        return (await self._call("step", "policy"))[0]
+    async def step(self, job: str = "policy") -> dict[str, float]:
+        return (await self._call("step", job))[0]
 
     async def update_reference(self) -> None:
         import tempfile
@@ -159,8 +166,8 @@ class ProcessBackend(RemoteBackend):
         check_shares(await self._call("checkpoint_problems", job, directory))
         return (await self._call("load_checkpoint", job, directory))[0] | {"same_engines": True}
 
-    async def save_weights(self, directory: str) -> None:
-        await self._call("save_weights", "policy", directory)
+    async def save_weights(self, directory: str, job: str = "policy") -> None:
+        await self._call("save_weights", job, directory)
 
     async def weight_norm(self, job: str) -> float:
         return (await self._call("weight_norm", job))[0]

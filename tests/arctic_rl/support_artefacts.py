@@ -29,6 +29,8 @@ def batch() -> TrainingInputBatch:
             "action_log_probs": old,
             "base_action_log_probs": None,
             "rollout_logprobs": old + torch.tensor(ROLLOUT_OFFSETS),
+            "returns": torch.tensor([[0.1, 0.2, 0.3], [0.0, 0.0, 0.9]]),
+            "values": torch.tensor([[0.3, 0.2, 0.1], [0.0, 0.0, 0.5]]),
         }
     )
     rows.metadata = {"response_length": 3, "uids": ["a", "b"], "global_step": 1}
@@ -41,6 +43,9 @@ def artefacts(cfg: Any, loop: LoopThread) -> dict[str, Any]:
     dispatch = ArcticDispatch(cfg, backend, loop, pad_token_id=0, inference_client=None)
     dispatch.forward("policy", batch())
     dispatch.forward_backward("policy", batch())
+    if cfg.trainer.critic.model.path:
+        dispatch.forward("critic", batch())
+        dispatch.forward_backward("critic", batch())
     server = dataclasses.asdict(server_config(cfg, run_id="", env_vars={}))
     # Engines on CPUs, the only ones that are served, do not read it.
     del server["sampling"]["gpu_memory_utilization"]
@@ -48,6 +53,7 @@ def artefacts(cfg: Any, loop: LoopThread) -> dict[str, Any]:
         "server": server,
         "forward": [_plain(argument) for call in backend.arguments("fwd_no_grad") for argument in call],
         "update": [_plain(argument) for call in backend.arguments("fwd_bwd") for argument in call],
+        "critic_update": [_plain(argument) for call in backend.arguments("critic_fwd_bwd") for argument in call],
     }
 
 

@@ -608,8 +608,8 @@ REFUSED = {
     "a new reference": (lambda d: d.init_model("ref", "/exports"), "update_reference"),
     "profiling of another kind": (lambda d: d.start_profile("policy", {"enable": True}), "config is not served"),
     "profiling the reference": (lambda d: d.start_profile("ref"), "'ref' is not served"),
-    "a critic": (lambda d: d.forward("critic", stated_batch()), "'critic' is not served"),
-    "a critic's step": (lambda d: d.optim_step("critic"), "'critic' is not served"),
+    "a critic that the recipe has not": (lambda d: d.forward("critic", stated_batch()), "'critic' is not served"),
+    "its step": (lambda d: d.optim_step("critic"), "'critic' is not served"),
     "training the reference": (lambda d: d.forward_backward("ref", stated_batch()), "'ref' is not served"),
     "another loss": (
         lambda d: d.forward("policy", stated_batch(), loss_fn="cross_entropy"),

@@ -146,6 +146,18 @@ SHAPES = {
         [*SIZES, *gpus(1, 8, 8), "trainer.strategy=megatron", "trainer.mtp.enabled=true", "trainer.mtp.loss_weight=1"],
         ["trainer.mtp.enabled=true"],
     ),
+    "ppo": (
+        [
+            *SIZES,
+            *gpus(1, 4, 4),
+            "trainer.placement.critic_num_gpus_per_node=4",
+            "trainer.algorithm.advantage_estimator=gae",
+            "trainer.critic.model.path=some/model",
+            "trainer.critic.optimizer_config.lr=2e-5",
+            "trainer.critic_mini_batch_size=12",
+        ],
+        [],
+    ),
     "low rank on top of ppo": (
         [
             *SIZES,
@@ -158,7 +170,7 @@ SHAPES = {
             "trainer.critic.optimizer_config.lr=2e-5",
             "trainer.critic_mini_batch_size=24",
         ],
-        ["trainer.policy.model.lora.rank=16", "trainer.critic.model.path=some/model"],
+        ["trainer.policy.model.lora.rank=16"],
     ),
     "fully asynchronous": (
         [
@@ -309,6 +321,22 @@ def test_the_resolved_config_is_the_servers_and_holds_no_environment(monkeypatch
     assert server.count("lr: 0.00035") == 1, "a reference model has no optimizer"
     assert "a-secret" not in text and "env_vars" not in text
     assert not any("WANDB_API_KEY" in line for line in findings.missing)
+
+
+def test_a_critic_has_a_schedule_and_gpus_of_its_own():
+    overrides, _ = SHAPES["ppo"]
+    cfg, findings = inspected(overrides)
+    text = report(cfg, findings)
+    batches = "floor(prompts / 96) x 1 epoch"
+    assert f"horizon: {batches} x 4 optimizer steps a batch" in text
+    assert f"horizon of the critic: {batches} x 8 optimizer steps a batch" in text
+    assert "critic: loss_fn=value, value_clip=0.2" in text and "gamma=1.0, lambd=1.0" in text
+    assert "critic_ranks: 4" in text and "section: trainer.critic.optimizer_config" in text
+    together = [(job.job, job.processes, job.first_gpu) for job in described_plan(cfg).jobs]
+    assert together == [("policy", 4, 0), ("ref", 4, 0), ("critic", 4, 0), ("sampling", 4, 0)]
+    apart, _ = inspected([*overrides, "trainer.placement.colocate_all=false"])
+    apart = [(job.job, job.first_gpu) for job in described_plan(apart).jobs]
+    assert apart == [("policy", 0), ("ref", 0), ("critic", 4), ("sampling", 8)]
 
 
 def section(overrides, title):

@@ -79,11 +79,11 @@ class SlowBackend(InProcessBackend):
         self.updates = []
         self._during_update = during_update
 
-    async def fwd_bwd(self, batch, meta, processing):
+    async def fwd_bwd(self, batch, meta, processing, job="policy"):
         start = time.monotonic()
         await asyncio.sleep(UPDATE_S)
         await self._during_update()
-        result = await super().fwd_bwd(batch, meta, processing)
+        result = await super().fwd_bwd(batch, meta, processing, job)
         self.updates.append((start, time.monotonic()))
         return result
 

@@ -1,3 +1,5 @@
+import dataclasses
+
 import pytest
 
 from integrations.arctic_rl.errors import PlacementError
@@ -32,6 +34,13 @@ def test_more_workers_than_fit_are_refused_naming_the_settings(policy, ref, engi
         plan_placement(request(policy, ref, engines), LAPTOP)
     for name in ("max_cpu_workers=4", "policy_num_gpus_per_node", "num_engines", str(policy + ref + engines)):
         assert name in str(caught.value)
+
+
+def test_a_critic_has_processes_of_its_own():
+    asked = dataclasses.replace(request(ref=1, most=5), critic_ranks=2)
+    assert [w.job for w in plan_placement(asked, LAPTOP).workers] == ["policy", "critic", "critic", "ref", "sampling"]
+    with pytest.raises(PlacementError, match=r"2 ranks of the critic.*critic_num_gpus_per_node"):
+        plan_placement(dataclasses.replace(asked, max_cpu_workers=4), LAPTOP)
 
 
 def test_a_cluster_with_gpus_is_refused_until_it_is_served():

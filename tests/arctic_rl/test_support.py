@@ -185,6 +185,8 @@ def changed(recipe, setting, value=None):
 
 
 def context_of(setting, recipes):
+    if setting.startswith("trainer.critic."):
+        return changed(recipes["fsdp"], "trainer.critic.model.path")
     return recipes["megatron" if "megatron_config" in setting else "fsdp"]
 
 
@@ -435,10 +437,12 @@ def test_every_problem_of_a_chat_template_is_told(tmp_path):
     assert line.endswith("write generator.batched=false")
 
 
-def test_the_compute_dtype_of_fsdp_agrees_with_bf16():
-    setting = "trainer.policy.fsdp_config.mixed_precision.param_dtype"
-    assert refusals(parse_config([*BASE, f"{setting}=bf16"])) == []
-    assert refusals(parse_config([*BASE, f"{setting}=fp32", "trainer.bf16=false"])) == []
+@pytest.mark.parametrize("model", ["policy", "ref", "critic"])
+def test_the_compute_dtype_of_fsdp_agrees_with_bf16(model):
+    setting = f"trainer.{model}.fsdp_config.mixed_precision.param_dtype"
+    base = [*BASE, "trainer.critic.model.path=some/model"]
+    assert refusals(parse_config([*base, f"{setting}=bf16"])) == []
+    assert refusals(parse_config([*base, f"{setting}=fp32", "trainer.bf16=false"])) == []
     for overrides in ([f"{setting}=fp16"], [f"{setting}=bf16", "trainer.bf16=false"]):
-        (line,) = refusals(parse_config([*BASE, *overrides]))
+        (line,) = refusals(parse_config([*base, *overrides]))
         assert line.startswith(setting) and "trainer.bf16" in line

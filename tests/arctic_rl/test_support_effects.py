@@ -13,6 +13,7 @@ from tests.arctic_rl.support_artefacts import artefacts
 
 BASE = ["trainer.logger=console", "trainer.algorithm.use_kl_loss=false"]
 KL = ["trainer.algorithm.use_kl_loss=true"]
+CRITIC = ["trainer.critic.model.path=some/critic"]
 CORRECTION = "trainer.algorithm.off_policy_correction"
 TOKEN = [f"{CORRECTION}.tis_ratio_type=token"]
 SEQUENCE = [f"{CORRECTION}.tis_ratio_type=sequence"]
@@ -30,6 +31,8 @@ EFFECTS = {
     "trainer.placement.policy_num_gpus_per_node": (2,),
     "trainer.placement.ref_num_nodes": (2, *KL),
     "trainer.placement.ref_num_gpus_per_node": (2, *KL),
+    "trainer.placement.critic_num_nodes": (2, *CRITIC),
+    "trainer.placement.critic_num_gpus_per_node": (2, *CRITIC),
     "trainer.gradient_checkpointing": (False,),
     "trainer.gradient_checkpointing_use_reentrant": (True,),
     "trainer.bf16": (False,),
@@ -43,6 +46,14 @@ EFFECTS = {
     "trainer.policy.optimizer_config.max_grad_norm": (0.7,),
     "trainer.policy.optimizer_config.num_warmup_steps": (13,),
     "trainer.policy.optimizer_config.scheduler": ("cosine",),
+    "trainer.critic.model.path": ("some/model",),
+    "trainer.critic.sequence_parallel_size": (4, *CRITIC, "trainer.placement.critic_num_gpus_per_node=4"),
+    "trainer.critic.optimizer_config.lr": (3.5e-4, *CRITIC),
+    "trainer.critic.optimizer_config.adam_betas": ([0.8, 0.88], *CRITIC),
+    "trainer.critic.optimizer_config.weight_decay": (0.37, *CRITIC),
+    "trainer.critic.optimizer_config.max_grad_norm": (0.7, *CRITIC),
+    "trainer.critic.optimizer_config.num_warmup_steps": (13, *CRITIC),
+    "trainer.critic.optimizer_config.scheduler": ("cosine", *CRITIC),
     "trainer.ref.model.path": ("some/model", *KL),
     "trainer.algorithm.kl_estimator_type": ("k2", *KL),
     "trainer.algorithm.use_kl_loss": (True,),
@@ -50,6 +61,8 @@ EFFECTS = {
     "trainer.algorithm.use_entropy_loss": (True,),
     "trainer.algorithm.entropy_loss_coef": (0.5, "trainer.algorithm.use_entropy_loss=true"),
     "trainer.algorithm.temperature": (0.6,),
+    "trainer.algorithm.value_head_prefix": ("head", *CRITIC),
+    "trainer.algorithm.value_clip": (0.5, *CRITIC),
     "trainer.algorithm.policy_loss_type": ("gspo",),
     "trainer.algorithm.eps_clip_low": (0.11,),
     "trainer.algorithm.eps_clip_high": (0.33,),

@@ -45,27 +45,30 @@ class RemoteBackend(ABC):
         """
 
     @abstractmethod
-    async def initialize(self, num_training_steps: int) -> None:
-        """Start every worker; ``num_training_steps`` is the schedule's horizon in optimizer steps."""
+    async def initialize(self, num_training_steps: int, *, critic_training_steps: int = 0) -> None:
+        """Start every worker; the numbers are the horizons of the policy's and the critic's schedules, in optimizer
+        steps."""
 
     @abstractmethod
     def dp_size(self, job: str) -> int:
-        """Data-parallel size of ``policy`` or ``ref``."""
+        """Data-parallel size of ``policy``, ``critic`` or ``ref``."""
 
     @abstractmethod
     async def fwd_no_grad(self, job: str, batch: Batch, meta: dict, processing: dict) -> dict:
-        """Run ``job`` (``policy`` or ``ref``) forward; returns ``{"batch": ..., "metrics": ...}``."""
+        """Run ``job`` (``policy``, ``critic`` or ``ref``) forward; returns ``{"batch": ..., "metrics": ...}``."""
 
     @abstractmethod
-    async def fwd_bwd(self, batch: Batch, meta: dict, processing: dict) -> dict:
-        """Accumulate one mini-batch's gradient; returns ``{"avg_loss": ..., "metrics": ..., "micro_batches": ...}``.
+    async def fwd_bwd(self, batch: Batch, meta: dict, processing: dict, job: str = "policy") -> dict:
+        """Accumulate one mini-batch's gradient of ``policy`` or ``critic``.
 
-        The last is a list: how many micro-batches each rank's rows took.
+        Returns ``{"avg_loss": ..., "metrics": ..., "lr": ..., "micro_batches": ...}``: the rate that the next step
+        uses, and a list of how many micro-batches each rank's rows took.
         """
 
     @abstractmethod
-    async def step(self) -> dict[str, float]:
-        """One optimizer step; returns ``grad_norm`` (before clipping) and ``lr`` (the one that was used)."""
+    async def step(self, job: str = "policy") -> dict[str, float]:
+        """One optimizer step of ``policy`` or ``critic``; returns ``grad_norm`` (before clipping) and ``lr`` (the one
+        that was used)."""
 
     @abstractmethod
     async def generate(self, requests: list[dict]) -> list[dict]:
@@ -114,6 +117,13 @@ class RemoteBackend(ABC):
         result = await self.fwd_no_grad(job, batch, meta, processing)
         return result["batch"]["logprobs"][:, -batch["responses"].shape[1] :]
 
+    async def values(self, job: str, batch: Batch, meta: dict) -> Tensor:
+        """Values [B, R] under ``job``, a value model, of what is before each token of the responses, float32,
+        left-aligned."""
+        processing = {"post": ["compute_values"], "config": {}}
+        result = await self.fwd_no_grad(job, batch, meta, processing)
+        return result["batch"]["values"][:, -batch["responses"].shape[1] :]
+
     @abstractmethod
     async def weight_norm(self, job: str) -> float:
         """L2 norm of all weights of ``job``, tied ones once, summed in float64."""
@@ -124,7 +134,8 @@ class RemoteBackend(ABC):
 
     @abstractmethod
     async def sleep_training(self) -> None:
-        """Release the device memory of the policy's ranks until ``wake_training``; calls on them fail meanwhile."""
+        """Release the device memory of the policy's and the critic's ranks until ``wake_training``; calls on them fail
+        meanwhile."""
 
     @abstractmethod
     async def wake_training(self) -> None:
@@ -168,25 +179,26 @@ class RemoteBackend(ABC):
 
     @abstractmethod
     async def save_checkpoint(self, job: str, directory: str) -> None:
-        """Write all of ``job`` (``policy`` or ``ref``) below ``directory``: weights, and of the policy optimizer,
-        schedule and random states, those of the engines too; everything is on the disk when it returns."""
+        """Write all of ``job`` (``policy``, ``critic`` or ``ref``) below ``directory``: weights, and of what is
+        trained optimizer, schedule and random states, with the policy those of the engines too; everything is on the
+        disk when it returns."""
 
     @abstractmethod
     async def load_checkpoint(self, job: str, directory: str) -> dict[str, Any]:
         """Take up what ``save_checkpoint`` wrote, after verifying all of it.
 
         Returns:
-            ``same_ranks``: whether the random states of the ranks came back, and of the policy ``same_engines``:
-            whether those of the engines did, ``optimizer_steps`` taken, and ``saved`` and ``now``: settings of
-            optimizer and schedule.
+            ``same_ranks``: whether the random states of the ranks came back; of what is trained ``optimizer_steps``
+            taken, and ``saved`` and ``now``: settings of optimizer and schedule; of the policy ``same_engines``:
+            whether the random states of the engines came back.
 
         Raises:
             CheckpointError: something is damaged, or of another model; nothing has been loaded then.
         """
 
     @abstractmethod
-    async def save_weights(self, directory: str) -> None:
-        """Write the policy's weights and config to ``directory`` as a Hugging Face model."""
+    async def save_weights(self, directory: str, job: str = "policy") -> None:
+        """Write the weights and config of ``policy`` or ``critic`` to ``directory`` as a Hugging Face model."""
 
     @abstractmethod
     async def start_profile(self, settings: dict[str, Any]) -> None:

@@ -82,9 +82,14 @@ class BuiltinBackend(RemoteBackend):
         return True
 
     def dp_size(self, job: str) -> int:
-        return self._config.policy_ranks if job == "policy" else self._config.ref_ranks
+        ranks = {
+            "policy": self._config.policy_ranks,
+            "critic": self._config.critic_ranks,
+            "ref": self._config.ref_ranks,
+        }
+        return ranks[job]
 
-    async def initialize(self, num_training_steps: int) -> None:
+    async def initialize(self, num_training_steps: int, *, critic_training_steps: int = 0) -> None:
         plan = plan_placement(placement_request(self._config), describe_cluster())
         logger.info("placement of the workers:\n%s", plan.table())
         self._run_dir = run_directory(self._config.run_id)
@@ -92,6 +97,8 @@ class BuiltinBackend(RemoteBackend):
             os.mkdir(os.path.join(self._run_dir, folder))
         self._start_actors(plan)
         groups = [self._setup_training("policy", num_training_steps), self._setup_sampling()]
+        if self._config.critic is not None:
+            groups.append(self._setup_training("critic", critic_training_steps))
         if self._config.reference is not None:
             groups.append(self._setup_training("ref", num_training_steps))
         try:
@@ -107,17 +114,17 @@ class BuiltinBackend(RemoteBackend):
         plan, outputs = await self._run_ranks(job, batch, meta, processing, backward=False)
         return {"batch": plan.join([output["batch"] for output in outputs]), "metrics": {}}
 
-    async def fwd_bwd(self, batch: Batch, meta: dict, processing: dict) -> dict:
-        plan, outputs = await self._run_ranks("policy", batch, meta, processing, backward=True)
+    async def fwd_bwd(self, batch: Batch, meta: dict, processing: dict, job: str = "policy") -> dict:
+        plan, outputs = await self._run_ranks(job, batch, meta, processing, backward=True)
         result = {"avg_loss": outputs[0]["avg_loss"], "metrics": outputs[0]["metrics"]}
         result["micro_batches"] = [output["micro_batches"] for output in outputs]
-        result["lr"] = await self._call("policy-0", "learning_rate")
+        result["lr"] = await self._call(f"{job}-0", "learning_rate")
         if "batch" in outputs[0]:
             result["batch"] = plan.join([output["batch"] for output in outputs])
         return result
 
-    async def step(self) -> dict[str, float]:
-        results = await self._call_all(self._names("policy"), "step")
+    async def step(self, job: str = "policy") -> dict[str, float]:
+        results = await self._call_all(self._names(job), "step")
         return results[0]
 
     async def generate(self, requests: list[dict]) -> list[dict]:
@@ -171,7 +178,8 @@ class BuiltinBackend(RemoteBackend):
         await self._call_all(self._names("sampling"), "reset_prefix_cache")
 
     async def empty_training_cache(self) -> None:
-        await self._call_all([*self._names("policy"), *self._names("ref")], "empty_cache")
+        names = [name for job in ("policy", "critic", "ref") for name in self._names(job)]
+        await self._call_all(names, "empty_cache")
 
     async def save_checkpoint(self, job: str, directory: str) -> None:
         await self._call_all(self._names(job), "save_checkpoint", directory)
@@ -201,17 +209,17 @@ class BuiltinBackend(RemoteBackend):
         )
         return True
 
-    async def save_weights(self, directory: str) -> None:
-        await self._call_all(self._names("policy"), "save_weights", directory)
+    async def save_weights(self, directory: str, job: str = "policy") -> None:
+        await self._call_all(self._names(job), "save_weights", directory)
 
     async def weight_norm(self, job: str) -> float:
         return (await self._call_all(self._names(job), "weight_norm"))[0]
 
     async def sleep_training(self) -> None:
-        await self._call_all(self._names("policy"), "sleep")
+        await self._call_all([*self._names("policy"), *self._names("critic")], "sleep")
 
     async def wake_training(self) -> None:
-        await self._call_all(self._names("policy"), "wake")
+        await self._call_all([*self._names("policy"), *self._names("critic")], "wake")
 
     async def sleep_log_prob(self) -> None:
         await self._call_all(self._names("ref"), "sleep")
@@ -229,11 +237,12 @@ class BuiltinBackend(RemoteBackend):
         await self._call_all(self._names("policy"), "stop_profile")
 
     async def node_ids(self) -> list[str]:
-        return sorted(set(await self._call_all(self._names("policy"), "node_id")))
+        names = [*self._names("policy"), *self._names("critic")]
+        return sorted(set(await self._call_all(names, "node_id")))
 
     async def engine_configs(self) -> dict[str, dict]:
         """The settings that every built training engine and sampling engine runs with, by worker."""
-        names = [*self._names("policy"), *self._names("sampling")]
+        names = [name for job in ("policy", "critic", "sampling") for name in self._names(job)]
         return dict(zip(names, await self._call_all(names, "engine_config"), strict=True))
 
     async def destroy(self) -> None:
@@ -297,7 +306,8 @@ class BuiltinBackend(RemoteBackend):
                 scratch_directory=os.path.join(self._run_dir, SCRATCH_FOLDER),
             )
             return ray.remote(SamplingWorker).options(**options, max_concurrency=10_000).remote(spec)
-        spec = self._config.policy if worker.job == "policy" else self._config.reference
+        specs = {"policy": self._config.policy, "critic": self._config.critic, "ref": self._config.reference}
+        spec = specs[worker.job]
         actor = ray.remote(concurrency_groups={"watch": 1}, **options)(TrainingWorker)
         return actor.remote(spec, worker.rank, world_size, self._log_file(name))
 
@@ -433,6 +443,7 @@ def placement_request(config: ServerConfig) -> PlacementRequest:
     """The processes that a server config asks for."""
     return PlacementRequest(
         policy_ranks=config.policy_ranks,
+        critic_ranks=config.critic_ranks,
         ref_ranks=config.ref_ranks,
         engines=config.engines,
         max_cpu_workers=config.max_cpu_workers,

@@ -24,6 +24,7 @@ from .logprobs import (
 from .outputs import TEMPERATURE_REQUIRED, LogitsSettings, ModelOutputs
 from .packing import PackedRows
 from .places import ModelRows, PaddedRows, Places
+from .value_loss import is_value_model
 
 __all__ = ["ModelCall", "run_model"]
 
@@ -46,6 +47,8 @@ class ModelCall:
     module: Any = field(init=False)
     head: nn.Linear | None = field(init=False)
     mode: str = field(init=False)
+    reads: str = field(init=False)
+    """``values`` of a value model, else ``logprobs``: what every micro-batch computes."""
 
     def __post_init__(self) -> None:
         module = getattr(self.engine, "module", self.engine)
@@ -65,7 +68,8 @@ class ModelCall:
             )
         if self.temperature is None and mode == "memory":
             raise ValueError(TEMPERATURE_REQUIRED)
-        for name, value in (("module", module), ("head", head), ("mode", mode)):
+        reads = "values" if is_value_model(module) else "logprobs"
+        for name, value in (("module", module), ("head", head), ("mode", mode), ("reads", reads)):
             object.__setattr__(self, name, value)
 
 
@@ -83,6 +87,8 @@ def run_model(call: ModelCall, rows: ModelRows) -> ModelOutputs:
     places = Places(rows)
     if call.head is None and places.selected is not None:
         inputs["logits_to_keep"] = places.selected
+    if call.reads == "values":
+        return _value_outputs(call, places, call.engine(*call.args, **inputs))
     reader = _Reader(call, places)
     with reader.attached(), attention_use(shared=isinstance(rows, SharedRows)) as use:
         result = call.engine(*call.args, **inputs)
@@ -119,6 +125,20 @@ def vocabulary_size(module: Any) -> int | None:
         return None
     embedding = module.get_input_embeddings()
     return embedding.num_embeddings if isinstance(embedding, nn.Embedding) else None
+
+
+def _value_outputs(call: ModelCall, places: Places, result: Any) -> ModelOutputs:
+    """A value model's one number a position, at the token that follows it: the value of the state it is chosen in."""
+    values = _flat(_logits_of(result, places.shape))
+    lazy: dict[str, Callable[[], Any]] = {"values": lambda: places.to_tokens(_float(values[:, 0]))}
+    if call.mode == "none":
+        lazy["logits"] = lambda: places.to_rows(values)
+    what = f"{type(call.module).__name__} is a value model"
+    return ModelOutputs(lazy, dict.fromkeys(("logprobs", "entropy", "logits", "hidden_states"), what))
+
+
+def _float(values: torch.Tensor) -> torch.Tensor:
+    return values if values.dtype == torch.float64 else values.float()
 
 
 class _Reader:

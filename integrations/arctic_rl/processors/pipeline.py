@@ -262,10 +262,10 @@ class _Run:
         with self._timers.phase("forward"):
             outputs = run_model(self._call, micro.model_rows)
             if self._loss_fn is not None:
-                outputs["logprobs"]
+                outputs[self._call.reads]
         see_memory_usage("after forward", self._device)
         if micro.rows is None:
-            loss = None if self._loss_fn is None else outputs["logprobs"].sum() * 0
+            loss = None if self._loss_fn is None else outputs[self._call.reads].sum() * 0
         else:
             see_memory_usage("before post-processing", self._device)
             with self._timers.phase("post_forward"):

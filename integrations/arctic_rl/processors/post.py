@@ -35,6 +35,12 @@ def compute_entropy_and_logprobs(
     return {"entropy": model_outputs["entropy"], "logprobs": model_outputs["logprobs"]}
 
 
+@register_post_processor("compute_values")
+def compute_values(model_outputs: Mapping[str, Any], batch: dict, meta: dict, device: Any) -> dict[str, torch.Tensor]:
+    """``values`` of a value model: at a token, that of the tokens before it."""
+    return {"values": model_outputs["values"]}
+
+
 @register_post_processor("apply_temperature")
 def apply_temperature(
     model_outputs: Mapping[str, Any], batch: dict, meta: dict, device: Any

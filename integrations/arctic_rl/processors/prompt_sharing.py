@@ -20,6 +20,7 @@ from ..zorro.support import SWITCH_OFF, check_can_share, longest_exact_row, reas
 from .isolation import Direct
 from .model import ModelCall, run_model
 from .outputs import LogitsSettings
+from .places import ModelRows
 
 __all__ = ["Sharing", "check_by_running", "check_first_use", "shares_prompts"]
 
@@ -97,10 +98,18 @@ def check_by_running(module: torch.nn.Module, device: torch.device | str, *, tra
 
 
 def _runner(call: ModelCall) -> tuple[Callable[[Any], torch.Tensor], int]:
-    """From laid-out rows to log-probs, without gradient, and the vocabulary's size."""
+    """From laid-out rows to log-probs, or to values, without gradient, and the vocabulary's size."""
 
-    def logprobs(rows: Any) -> torch.Tensor:
+    def numbers(rows: ModelRows) -> torch.Tensor:
         with torch.no_grad():
-            return run_model(call, rows)["logprobs"]
+            return _comparable(run_model(call, rows)[call.reads], call)
 
-    return logprobs, call.module.config.get_text_config().vocab_size
+    return numbers, call.module.config.get_text_config().vocab_size
+
+
+def _comparable(numbers: torch.Tensor, call: ModelCall) -> torch.Tensor:
+    """Log-probs as they are, values in units of their standard deviation: a fresh value head's are of any size."""
+    if call.reads == "logprobs":
+        return numbers
+    deviation = numbers[numbers != 0].double().std()
+    return numbers / deviation if deviation > 0 else numbers

@@ -26,7 +26,7 @@ PostProcessor = Callable[[Mapping[str, Any], dict, dict, Any], Mapping[str, Any]
 LossFn = Callable[[Mapping[str, Any], dict, dict, Mapping[str, Any], Any], tuple[Any, Mapping[str, Any]]]
 """``f(model_outputs, batch, meta, config, device)`` -> (scalar loss, metrics)."""
 
-_BUILTIN_MODULES = ("post", "losses", "policy_losses", "regularizers", "skyrl_losses")
+_BUILTIN_MODULES = ("post", "losses", "policy_losses", "regularizers", "skyrl_losses", "value_loss")
 
 
 def _process_wide(kind: str) -> dict[str, Callable]:

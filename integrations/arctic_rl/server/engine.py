@@ -1,4 +1,4 @@
-"""A DeepSpeed engine around a causal language model, and a plain one for a model that is not trained."""
+"""A DeepSpeed engine around a language model or a value model, and a plain one for a model that is not trained."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ GATHER_BYTES = 256 * 2**20
 
 
 def load_model(spec: TrainingSpec) -> PreTrainedModel:
-    """Load ``spec.model_path`` in float32 with an attention that shares prompts, or keeps packed rows apart.
+    """Load ``spec.model_path`` in float32, a critic's as a value model (``server.critic``).
+
+    Its attention shares prompts, or keeps packed rows apart.
 
     Whether the model can share prompts is read from it and, unless ``spec.zorro_self_check`` is off, seen by running
     a few tokens both ways.
@@ -60,12 +62,12 @@ def load_model(spec: TrainingSpec) -> PreTrainedModel:
                 "Mistral families do"
             ) from error
     dropout = model.config.get_text_config().to_dict().get("attention_dropout")
-    if spec.device == "cpu" and spec.role == "policy" and dropout:
+    if spec.device == "cpu" and spec.role != "ref" and dropout:
         raise UnsupportedError(
             f"trainer.{spec.role}.model.path={spec.model_path}: attention_dropout={dropout} in its config.json is not "
             "done on CPUs; write 0.0 there"
         )
-    if spec.gradient_checkpointing and spec.role == "policy":
+    if spec.gradient_checkpointing and spec.role != "ref":
         model.gradient_checkpointing_enable(
             gradient_checkpointing_kwargs={"use_reentrant": spec.gradient_checkpointing_use_reentrant}
         )
@@ -76,7 +78,11 @@ def load_model(spec: TrainingSpec) -> PreTrainedModel:
 def _pretrained(spec: TrainingSpec, attention: str) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM
 
+    from .critic import load_value_model
+
     try:
+        if spec.role == "critic":
+            return load_value_model(spec, attention).to(spec.device)
         model = AutoModelForCausalLM.from_pretrained(
             spec.model_path,
             config=load_model_config(spec.model_path, spec.model_config),
@@ -99,7 +105,7 @@ def _check_sharing(model: PreTrainedModel, spec: TrainingSpec) -> None:
     from ..processors.prompt_sharing import check_by_running
     from ..zorro.support import check_can_share
 
-    training = spec.role == "policy"
+    training = spec.role != "ref"
     check_can_share(model, training=training)
     if spec.zorro_self_check:
         check_by_running(model, spec.device, training=training)

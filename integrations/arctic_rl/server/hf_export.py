@@ -1,4 +1,4 @@
-"""The policy as a Hugging Face model folder, from any ZeRO stage."""
+"""A trained model as a Hugging Face model folder, from any ZeRO stage."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from .specs import OptimizerSpec
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["SCHEDULES", "build_scheduler", "schedule_problems", "two_warmups", "warmup_steps"]
+__all__ = ["SCHEDULES", "build_scheduler", "has_end", "schedule_problems", "two_warmups", "warmup_steps"]
 
 _WITH_MINIMUM = ("cosine_with_min_lr", "cosine_warmup_with_min_lr")
 _WITH_END = (*_WITH_MINIMUM, "polynomial")
@@ -34,35 +34,38 @@ SCHEDULES = (
 """Names of schedules that are served. Of the others, ``reduce_lr_on_plateau`` and ``greedy`` need a metric with each
 step and ``warmup_stable_decay`` a number of decay steps, which a recipe cannot give."""
 
-_OPTIMIZER = "trainer.policy.optimizer_config"
+
+def has_end(scheduler: str) -> bool:
+    """Whether a schedule ends at a rate that ``min_lr_ratio`` sets."""
+    return scheduler in _WITH_END
 
 
 def schedule_problems(spec: OptimizerSpec) -> Iterator[str]:
     """What cannot be done of a schedule, as far as that is known without its horizon, a line each."""
-    name = spec.scheduler
+    name, section = spec.scheduler, spec.section
     if name not in SCHEDULES:
         yield (
-            f"{_OPTIMIZER}.scheduler={name!r}: the optimizer's steps alone do not drive this schedule, or there is no "
+            f"{section}.scheduler={name!r}: the optimizer's steps alone do not drive this schedule, or there is no "
             f"such one; write one of {', '.join(SCHEDULES)}"
         )
         return
     if name in _WITH_MINIMUM and spec.min_lr_ratio is None:
-        yield f"{_OPTIMIZER}.scheduler={name}: it needs the rate at its end; write trainer.arctic_rl.min_lr_ratio=0.1"
+        yield f"{section}.scheduler={name}: it needs the rate at its end; write trainer.arctic_rl.min_lr_ratio=0.1"
     if name not in _WITH_END and spec.min_lr_ratio is not None:
         yield (
-            f"trainer.arctic_rl.min_lr_ratio={spec.min_lr_ratio}: {_OPTIMIZER}.scheduler={name} has no such end; "
+            f"trainer.arctic_rl.min_lr_ratio={spec.min_lr_ratio}: {section}.scheduler={name} has no such end; "
             f"write one of {', '.join(_WITH_END)}"
         )
     if name in _WITHOUT_WARMUP and spec.lr_warmup_ratio:
         yield (
-            f"trainer.arctic_rl.lr_warmup_ratio={spec.lr_warmup_ratio}: {_OPTIMIZER}.scheduler={name} has no warm-up; "
+            f"trainer.arctic_rl.lr_warmup_ratio={spec.lr_warmup_ratio}: {section}.scheduler={name} has no warm-up; "
             "write constant_with_warmup"
         )
     if spec.lr_warmup_ratio == 0 and spec.num_warmup_steps:
         yield two_warmups(spec, "no warm-up")
     if name == "polynomial" and not _end_rate(spec) < spec.lr:
         yield (
-            f"{_OPTIMIZER}.lr={spec.lr}: a polynomial schedule ends at {_end_rate(spec)}, which must be less; write a "
+            f"{section}.lr={spec.lr}: a polynomial schedule ends at {_end_rate(spec)}, which must be less; write a "
             "larger rate, or trainer.arctic_rl.min_lr_ratio below 1"
         )
 
@@ -115,5 +118,5 @@ def two_warmups(spec: OptimizerSpec, meaning: str) -> str:
     """The line that refuses a share and a number of warm-up steps where they differ."""
     return (
         f"trainer.arctic_rl.lr_warmup_ratio={spec.lr_warmup_ratio} means {meaning}, and "
-        f"{_OPTIMIZER}.num_warmup_steps={spec.num_warmup_steps}: leave one of them out"
+        f"{spec.section}.num_warmup_steps={spec.num_warmup_steps}: leave one of them out"
     )

@@ -26,20 +26,22 @@ class OptimizerSpec:
     """Warm-up as a share of the horizon; None = ``num_warmup_steps``."""
     min_lr_ratio: float | None = None
     """Rate at the end over the peak rate, where the schedule has such an end; None = the schedule's own."""
+    section: str = "trainer.policy.optimizer_config"
+    """Where a recipe writes these settings, for messages."""
 
 
 @dataclass(frozen=True)
 class TrainingSpec:
-    """One training or reference process group."""
+    """The process group of one model."""
 
-    role: Literal["policy", "ref"]
-    """``policy`` is trained, ``ref`` only computes log-probs."""
+    role: Literal["policy", "critic", "ref"]
+    """``policy`` and ``critic``, a value model, are trained, ``ref`` only computes log-probs."""
     model_path: str
     """Folder or hub name of a Hugging Face causal language model."""
     dtype: Literal["float32", "bfloat16"]
     """Dtype of the forward and backward pass; the optimizer's master weights are float32 either way."""
     zero_stage: int
-    """DeepSpeed ZeRO stage of the policy; a reference model is replicated."""
+    """DeepSpeed ZeRO stage of what is trained; a reference model is replicated."""
     optimizer: OptimizerSpec
     """Unused for a reference model."""
     gradient_checkpointing: bool
@@ -64,6 +66,10 @@ class TrainingSpec:
     """Values in place of those of the model's ``config.json``, by name."""
     policy_loss: bytes | None = field(default=None, repr=False)
     """A loss that updates will carry (``processors.skyrl_losses``), loaded at start-up for the same reason."""
+    value_head: str | None = None
+    """Of a critic: name of the module that gives its values."""
+    fresh_value_head: bool = False
+    """Of a critic: draw the value head afresh even where ``model_path`` holds one."""
 
 
 @dataclass(frozen=True)
@@ -98,3 +104,7 @@ class ServerConfig:
     """Environment variables of every worker."""
     server_url: str | None = None
     """Where a server over HTTP is; None = the backend starts workers of its own."""
+    critic: TrainingSpec | None = None
+    """The value model of PPO; None = the recipe uses none."""
+    critic_ranks: int = 0
+    """Data-parallel processes of the critic; 0 without one."""

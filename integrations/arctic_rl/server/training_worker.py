@@ -1,4 +1,4 @@
-"""One training process: a rank of the policy or of the reference model."""
+"""One training process: a rank of the policy, of the critic or of the reference model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..errors import ArcticError
 from .process import free_address, own_process_ids, redirect_output, seed_everything
 from .specs import TrainingSpec
 
-_JOBS = {"policy": "training", "ref": "log_prob"}
+_JOBS = {"policy": "training", "critic": "training", "ref": "log_prob"}
 
 
 class TrainingWorker:
@@ -89,11 +89,14 @@ class TrainingWorker:
 
     def sharing_cost(self) -> tuple[Any, bool]:
         """The model's cost (``zorro.cost.CostModel``), and whether prompts are shared between its rows."""
+        from ..processors.value_loss import is_value_model
         from ..zorro.attention import SHARED_ATTENTION
         from ..zorro.cost import cost_model
 
-        config = self._engine.module.config
-        return cost_model(config), config._attn_implementation == SHARED_ATTENTION
+        module = self._engine.module
+        config = module.config
+        outputs = 1 if is_value_model(module) else config.get_text_config().vocab_size
+        return cost_model(config, outputs), config._attn_implementation == SHARED_ATTENTION
 
     def run(self, batch: dict, meta: dict, processing: dict, *, backward: bool, max_tokens_per_mb: int) -> dict:
         """Run the pipeline on this rank's rows: the result of ``processors.pipeline.run_pipeline``, and
@@ -141,7 +144,7 @@ class TrainingWorker:
         """L2 norm of all parameters, tied ones once, summed in float64; every rank must be called."""
         from .engine import full_parameters
 
-        stage = self._spec.zero_stage if self._spec.role == "policy" else 0
+        stage = 0 if self._spec.role == "ref" else self._spec.zero_stage
         squares = [value.double().square().sum().item() for _, value in full_parameters(self._engine, stage)]
         return sum(squares) ** 0.5
 
@@ -210,7 +213,7 @@ class TrainingWorker:
         from .checkpoint import persistent_buffers, write_share
 
         facts: dict[str, Any] = {"role": self._spec.role, "random": random_state()}
-        if self._spec.role == "policy":
+        if self._spec.role != "ref":
             facts |= {"optimizer_steps": self._scheduler.last_epoch, "settings": self._schedule_settings()}
         write_share(
             directory,
@@ -246,7 +249,7 @@ class TrainingWorker:
         shares = read_shares(directory)
         module = self._engine.module
         buffers = persistent_buffers(module)
-        trained = self._spec.role == "policy"
+        trained = self._spec.role != "ref"
         shapes = {
             name: tuple(value.ds_shape if hasattr(value, "ds_shape") else value.shape)
             for name, value in module.named_parameters()
@@ -267,7 +270,7 @@ class TrainingWorker:
         return outcome
 
     def save_weights(self, directory: str) -> None:
-        """Write the policy as a Hugging Face model folder (``server.hf_export``); every rank must be called."""
+        """Write the model as a Hugging Face model folder (``server.hf_export``); every rank must be called."""
         from .hf_export import export_model
 
         spec = self._spec
@@ -291,6 +294,7 @@ class TrainingWorker:
         import dataclasses
 
         settings = dataclasses.asdict(self._spec.optimizer)
+        del settings["section"]
         return settings | {"betas": list(self._spec.optimizer.betas), "num_training_steps": self._num_training_steps}
 
     def start_profile(self, settings: dict[str, Any]) -> None:

@@ -18,6 +18,7 @@ from .entries import (
     shown,
     skyrls,
     under,
+    without_critic,
 )
 
 _TRAINER = "skyrl.train.trainer:RayPPOTrainer"
@@ -51,7 +52,7 @@ def _own_loss(cfg: Any) -> bool:
 def _own_function(cfg: Any) -> bool:
     """Whether the user's own loss or advantage estimator is handed all of ``trainer.algorithm`` as its ``config``."""
     own_estimator = cfg.trainer.algorithm.advantage_estimator not in _SKYRLS_ESTIMATORS
-    return _own_loss(cfg) or (own_estimator and _without_advantages(cfg) is None)
+    return _own_loss(cfg) or (own_estimator and _without_returns(cfg) is None)
 
 
 def _without_advantages(cfg: Any) -> str | None:
@@ -64,8 +65,9 @@ def _without_terms(cfg: Any) -> str | None:
     return None if added else "SkyRL adds no such term to trainer.algorithm.policy_loss_type=cross_entropy"
 
 
-def _no_critic(cfg: Any) -> str | None:
-    return None if cfg.trainer.critic.model.path else "no critic"
+def _without_returns(cfg: Any) -> str | None:
+    """Idle where neither the policy loss reads advantages nor a critic learns returns."""
+    return None if cfg.trainer.critic.model.path else _without_advantages(cfg)
 
 
 def _old_name(cfg: Any) -> str | None:
@@ -140,12 +142,8 @@ _EQUAL_REWARDS_TESTS = "tests/arctic_rl/test_equal_rewards.py::"
 
 
 _OWN = "tests/arctic_rl/test_support_algorithm.py::"
-_ADAPTIVE = first_of(_without_advantages, _reward_kl, _unless("kl_ctrl.type", "adaptive"))
-_OF_A_CRITIC = ours(
-    "handed to an advantage estimator or policy loss of your own",
-    f"{_OWN}test_a_policy_loss_is_handed_the_whole_section",
-    idle=_no_critic,
-)
+_CRITIC = "tests/arctic_rl/test_ppo.py::"
+_ADAPTIVE = first_of(_without_returns, _reward_kl, _unless("kl_ctrl.type", "adaptive"))
 _VALIDATE = "skyrl.train.utils.utils:validate_cfg"
 _CORRECTION = "off_policy_correction"
 _SEQUENCE_WEIGHTS = first_of(_old_name, _unless(f"{_CORRECTION}.tis_ratio_type", "sequence"))
@@ -163,13 +161,13 @@ _ENTRIES: dict[str, Entry] = under(
     "trainer.algorithm",
     {
         "advantage_estimator": skyrls(
-            "SkyRL's estimators and registered ones", _ADVANTAGES, _FELT, limit=_estimators, idle=_without_advantages
+            "SkyRL's estimators and registered ones", _ADVANTAGES, _FELT, limit=_estimators, idle=_without_returns
         ),
         "kl_ctrl.type": skyrls(
             "the controller of the KL penalty in the reward",
             f"{_LOSS_FUNCTIONS}:get_kl_controller",
             limit=one_of("fixed", "adaptive"),
-            idle=first_of(_without_advantages, _reward_kl),
+            idle=first_of(_without_returns, _reward_kl),
         ),
         "kl_ctrl.kl_target": skyrls(
             "target of the adaptive controller", f"{_LOSS_FUNCTIONS}:get_kl_controller", idle=_ADAPTIVE
@@ -182,7 +180,7 @@ _ENTRIES: dict[str, Entry] = under(
             limit=one_of("k1", "k2", "k3", "abs"),
             idle=_any_kl,
         ),
-        "use_kl_in_reward": skyrls("the KL penalty on rewards", f"{_TRAINER}.train", _FELT, idle=_without_advantages),
+        "use_kl_in_reward": skyrls("the KL penalty on rewards", f"{_TRAINER}.train", _FELT, idle=_without_returns),
         "use_kl_loss": ours("the KL term of the loss, and the reference model that it needs", idle=_without_terms),
         "kl_loss_coef": ours("factor of the KL term", idle=first_of(_without_terms, _unless("use_kl_loss", True))),
         "use_entropy_loss": ours("the entropy bonus: the mean over the mini-batch's tokens", idle=_without_terms),
@@ -196,7 +194,7 @@ _ENTRIES: dict[str, Entry] = under(
             _FELT,
             idle=_without_advantages,
         ),
-        "value_head_prefix": _OF_A_CRITIC,
+        "value_head_prefix": ours("name of the critic's head among its weights", idle=without_critic),
         "policy_loss_type": ours("the policy loss on the server: each of SkyRL's, and registered ones"),
         "loss_reduction": skyrls(
             "weights the advantages of each mini-batch, so that the loss on the server is a sum",
@@ -209,7 +207,7 @@ _ENTRIES: dict[str, Entry] = under(
             "advantages divided by their group's standard deviation",
             _ADVANTAGES,
             _FELT,
-            idle=first_of(_without_advantages, _unless("advantage_estimator", "grpo")),
+            idle=first_of(_without_returns, _unless("advantage_estimator", "grpo")),
         ),
         "zero_variance_filter": ours(
             "takes groups of equal rewards out of the loss, also where rewards are given per token",
@@ -221,16 +219,18 @@ _ENTRIES: dict[str, Entry] = under(
             idle=_unless("zero_variance_filter", True),
         ),
         "lambd": skyrls(
-            "handed to an advantage estimator or policy loss of your own",
+            "the lambda of gae",
             _ADVANTAGES,
+            f"{_CRITIC}test_advantages_are_skyrls_of_the_critics_values",
             f"{_OWN}test_an_estimator_is_handed_the_recipes_values",
-            idle=first_of(_without_advantages, _no_critic),
+            idle=first_of(_without_returns, _unless("advantage_estimator", "gae")),
         ),
         "gamma": skyrls(
-            "the discount of reinforce++",
+            "the discount of reinforce++ and gae",
             _ADVANTAGES,
             _FELT,
-            idle=first_of(_without_advantages, _unless("advantage_estimator", "reinforce++")),
+            f"{_CRITIC}test_advantages_are_skyrls_of_the_critics_values",
+            idle=first_of(_without_returns, _unless("advantage_estimator", "reinforce++", "gae")),
         ),
         "eps_clip_low": ours("clip range below 1", idle=_CLIPPING),
         "eps_clip_high": ours("clip range above 1", idle=_CLIPPING),
@@ -255,7 +255,7 @@ _ENTRIES: dict[str, Entry] = under(
         f"{_CORRECTION}.token_mask_is_threshold_low": ours("a token with a lower ratio is masked"),
         f"{_CORRECTION}.token_mask_is_threshold_high": ours("a token with a higher ratio is masked"),
         "enable_sample_support_replay": Refused("the sampler's support is not replayed", "write false"),
-        "value_clip": _OF_A_CRITIC,
+        "value_clip": ours("how far a value may move from the old one before that stops paying", idle=without_critic),
         "dynamic_sampling.type": skyrls(
             "prompts sampled again until groups differ", f"{_TRAINER}.train", limit=one_of(None, "filter", "replace")
         ),

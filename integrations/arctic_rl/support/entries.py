@@ -126,6 +126,10 @@ def without_reference(cfg: Any) -> str | None:
     return None if uses_reference else "no KL term, so no reference model"
 
 
+def without_critic(cfg: Any) -> str | None:
+    return None if cfg.trainer.critic.model.path else "no critic"
+
+
 def without_evaluation(cfg: Any) -> str | None:
     return None if cfg.trainer.eval_interval > 0 else "no evaluation"
 

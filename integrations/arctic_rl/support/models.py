@@ -16,6 +16,7 @@ from .entries import (
     refusal,
     shown,
     under,
+    without_critic,
     without_reference,
 )
 
@@ -23,8 +24,8 @@ _SHARDED = NoEffect("DeepSpeed ZeRO holds the model, see trainer.arctic_rl.zero_
 _SEQUENCE_PARALLEL = NoEffect("every rank is data-parallel here")
 
 _LORA = PartOf("trainer.policy.model.lora.rank", "no LoRA")
-_INT4 = PartOf("trainer.policy.model.fake_int4_qat.enabled", "no fake quantisation")
-_CRITIC = PartOf("trainer.critic.model.path", "no critic")
+_QUANTISED = PartOf("trainer.policy.model.fake_int4_qat.enabled", "no fake quantisation")
+_CRITIC_LORA = PartOf("trainer.critic.model.lora.rank", "no LoRA on a critic")
 
 _LORA_DETAILS = (
     "alpha",
@@ -62,24 +63,24 @@ _PROFILER_DETAILS = {
     "export_type": ("chrome_trace or stacks", f"{_WORKERS}stacks"),
 }
 _PRECISION_TEST = "tests/arctic_rl/test_support.py::test_the_compute_dtype_of_fsdp_agrees_with_bf16"
-_ADAPTERS = (
-    *(f"model.lora.{name}" for name in ("rank", *_LORA_DETAILS)),
-    *(f"model.fake_int4_qat.{name}" for name in ("enabled", *_INT4_DETAILS)),
-)
-_OPTIMIZER = (
-    "lr",
-    "adam_betas",
-    "weight_decay",
-    "max_grad_norm",
-    "offload_after_step",
-    "num_warmup_steps",
-    "scheduler",
-)
+_INT4 = tuple(f"model.fake_int4_qat.{name}" for name in ("enabled", *_INT4_DETAILS))
+_ADAPTERS = (*(f"model.lora.{name}" for name in ("rank", *_LORA_DETAILS)), *_INT4)
 
 
-def _constant_rate(cfg: Any) -> str | None:
-    name = cfg.trainer.policy.optimizer_config.scheduler
-    return f"no warm-up with trainer.policy.optimizer_config.scheduler={name}" if name == "constant" else None
+def _constant_rate(model: str) -> Idle:
+    """Idle where the schedule of ``policy`` or ``critic`` has no warm-up."""
+
+    def idle(cfg: Any) -> str | None:
+        name = vars(cfg.trainer)[model].optimizer_config.scheduler
+        return f"no warm-up with trainer.{model}.optimizer_config.scheduler={name}" if name == "constant" else None
+
+    return idle
+
+
+def _no_critic_of_megatron(setting: str, value: Any, cfg: Any) -> Iterable[str]:
+    if value and cfg.trainer.strategy == "megatron":
+        why = "SkyRL trains no critic with trainer.strategy=megatron"
+        yield refusal(setting, value, why, "write trainer.strategy=fsdp, or leave it out")
 
 
 def _without_fsdp(cfg: Any) -> str | None:
@@ -156,12 +157,12 @@ POLICY: dict[str, Entry] = under(
         "model.lora.rank": Refused("LoRA is not there yet", "write 0 to train all weights"),
         **{f"model.lora.{name}": _LORA for name in _LORA_DETAILS},
         "model.fake_int4_qat.enabled": Refused("fake quantisation is not there", "write false"),
-        **{f"model.fake_int4_qat.{name}": _INT4 for name in _INT4_DETAILS},
+        **{f"model.fake_int4_qat.{name}": _QUANTISED for name in _INT4_DETAILS},
         "optimizer_config.lr": ours("AdamW's learning rate at the top of the schedule"),
         "optimizer_config.adam_betas": ours("AdamW"),
         "optimizer_config.weight_decay": ours("AdamW, on every parameter"),
         "optimizer_config.max_grad_norm": ours("clipping by L2 norm; 0 = none"),
-        "optimizer_config.num_warmup_steps": ours("warm-up, in optimizer steps", idle=_constant_rate),
+        "optimizer_config.num_warmup_steps": ours("warm-up, in optimizer steps", idle=_constant_rate("policy")),
         "optimizer_config.scheduler": ours("the schedule of that name in transformers"),
         "optimizer_config.offload_after_step": NoEffect("nothing is offloaded on CPUs"),
         **_fsdp(_without_fsdp),
@@ -208,13 +209,31 @@ REFERENCE: dict[str, Entry] = under(
 CRITIC: dict[str, Entry] = under(
     "trainer.critic",
     {
-        "model.path": Refused(
-            "a critic is not there yet", "leave it out and use trainer.algorithm.advantage_estimator=grpo"
+        "model.path": ours("the value model, trained by ranks of its own; unset = none", limit=_no_critic_of_megatron),
+        "model.lora.rank": Refused(
+            "LoRA on the critic is not there yet", "write 0 to train all of its weights", idle=without_critic
         ),
-        **dict.fromkeys(_ADAPTERS, _CRITIC),
-        **{f"optimizer_config.{name}": _CRITIC for name in _OPTIMIZER},
-        **dict.fromkeys(_fsdp(_without_fsdp), _CRITIC),
-        "sequence_parallel_size": _CRITIC,
-        "model_config_kwargs": _CRITIC,
+        **{f"model.lora.{name}": _CRITIC_LORA for name in _LORA_DETAILS},
+        **dict.fromkeys(_INT4, NoEffect("SkyRL does not read it of a critic")),
+        "optimizer_config.lr": ours("AdamW's learning rate at the top of the critic's schedule", idle=without_critic),
+        "optimizer_config.adam_betas": ours("AdamW", idle=without_critic),
+        "optimizer_config.weight_decay": ours("AdamW, on every parameter", idle=without_critic),
+        "optimizer_config.max_grad_norm": ours("clipping by L2 norm; 0 = none", idle=without_critic),
+        "optimizer_config.num_warmup_steps": ours(
+            "warm-up, in optimizer steps of the critic", idle=first_of(without_critic, _constant_rate("critic"))
+        ),
+        "optimizer_config.scheduler": ours("the schedule of that name in transformers", idle=without_critic),
+        "optimizer_config.offload_after_step": NoEffect("nothing is offloaded on CPUs"),
+        **_fsdp(first_of(without_critic, _without_fsdp)),
+        "sequence_parallel_size": ours(
+            "every rank is data-parallel here; rows of an uneven mini-batch weigh what SkyRL's ranks would give them",
+            idle=without_critic,
+        ),
+        "model_config_kwargs": ours(
+            "values in place of those of its config.json",
+            "tests/arctic_rl/server/test_critic.py::test_values_of_its_config_are_those_of_the_recipe",
+            limit=_values,
+            idle=first_of(without_critic, _without_fsdp),
+        ),
     },
 )

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from .entries import Entry, NoEffect, PartOf, ours, under, without_reference
+from .entries import Entry, NoEffect, ours, under, without_critic, without_reference
 
-_NO_CRITIC = PartOf("trainer.critic.model.path", "no critic")
 _CHUNKS = NoEffect("log-probs are taken in chunks of the server's own size")
 _MEGATRON_HEAD = NoEffect("how Megatron's LM head is computed, not what")
 _SHARED = NoEffect("processes on CPUs share what they run on")
@@ -31,8 +30,8 @@ PLACEMENT: dict[str, Entry] = under(
                 "colocate_policy_ref": _SHARED,
                 "policy_num_nodes": ours("nodes x GPUs of a node = data-parallel training ranks"),
                 "policy_num_gpus_per_node": ours("see policy_num_nodes"),
-                "critic_num_nodes": _NO_CRITIC,
-                "critic_num_gpus_per_node": _NO_CRITIC,
+                "critic_num_nodes": ours("nodes x GPUs of a node = ranks of the critic", idle=without_critic),
+                "critic_num_gpus_per_node": ours("see critic_num_nodes", idle=without_critic),
                 "ref_num_nodes": ours("nodes x GPUs of a node = ranks of the reference model", idle=without_reference),
                 "ref_num_gpus_per_node": ours("see ref_num_nodes", idle=without_reference),
             },

@@ -13,6 +13,7 @@ from .entries import (
     refusal,
     skyrls,
     under,
+    without_critic,
     without_evaluation,
     without_reference,
 )
@@ -23,6 +24,7 @@ _TRAIN = f"{_TRAINER}.train"
 _EXPERIMENT = "skyrl.train.entrypoints.main_base:BasePPOExp"
 _EVALUATE = "skyrl.train.evaluate:evaluate"
 _RUNS = "tests/arctic_rl/test_own_trainer.py::"
+_CRITIC = "tests/arctic_rl/test_ppo.py::"
 _ENGINES = "tests/arctic_rl/test_checkpoint_engines.py::"
 _RESUME = "tests/arctic_rl/test_resume.py::"
 
@@ -120,7 +122,12 @@ RUN_CONTROL: dict[str, Entry] = under(
             f"{_TRAINER}.convert_to_training_input",
             f"{_RUNS}test_two_mini_batches_are_two_optimizer_steps",
         ),
-        "critic_mini_batch_size": PartOf("trainer.critic.model.path", "no critic"),
+        "critic_mini_batch_size": skyrls(
+            "prompts of an optimizer step of the critic; its schedule's horizon counts them",
+            f"{_TRAINER}.convert_to_training_input",
+            f"{_CRITIC}test_the_critic_takes_its_own_optimizer_steps",
+            idle=without_critic,
+        ),
         "recompute_old_logprobs_per_minibatch": skyrls(
             "old log-probs in mini-batches, or in one pass",
             f"{_TRAINER}._execute_forward_pass",

@@ -18,14 +18,15 @@ class CostModel:
     per_pair: float
     """Of the attention, a query and a key it sees."""
     per_scored: float
-    """Of the LM head, a token that gets a log-prob."""
+    """Of the LM or value head, a token that gets a log-prob or a value."""
 
 
-def cost_model(config: Any) -> CostModel:
+def cost_model(config: Any, outputs: int | None = None) -> CostModel:
     """The cost of a transformers model from its config; of a mixture of experts those that a token goes through.
 
     Args:
         config: a ``PreTrainedConfig`` of a decoder with ``hidden_size``, ``num_hidden_layers`` and ``vocab_size``.
+        outputs: width of the model's head; None = ``vocab_size``.
     """
     text = config.get_text_config()
     known = {name: value for name, value in text.to_dict().items() if isinstance(value, int)}
@@ -40,7 +41,7 @@ def cost_model(config: Any) -> CostModel:
     return CostModel(
         per_token=2.0 * weights * layers,
         per_pair=4.0 * width * layers,
-        per_scored=2.0 * hidden * text.vocab_size,
+        per_scored=2.0 * hidden * (text.vocab_size if outputs is None else outputs),
     )
 
 
