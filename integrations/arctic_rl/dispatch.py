@@ -13,7 +13,7 @@ from skyrl.backends.skyrl_train.distributed.dispatch import WorkerOutput
 from skyrl.backends.skyrl_train.training_batch import TrainingInputBatch, pad_training_input_batch
 from torch.nn.functional import pad
 
-from .backends.base import RemoteBackend
+from .backends.base import RemoteBackend, trained_job
 from .backends.loop_thread import LoopThread
 from .checkpoint import sweep, written_aside
 from .critic_updates import critic_metrics, critic_processing, row_weights
@@ -197,7 +197,9 @@ class ArcticDispatch:
         batch = repack_to_verl(padded, self._pad_token_id)
         batch["row_weights"] = pad(weights, (0, len(padded) - weighted_rows))
         meta = self._meta("critic", batch, rows, "micro_train_batch_size_per_gpu")
-        result = self._loop.run(self._backend.fwd_bwd(batch, meta, critic_processing(self._cfg), **_job("critic")))
+        result = self._loop.run(
+            self._backend.fwd_bwd(batch, meta, critic_processing(self._cfg), **trained_job("critic"))
+        )
         self._step_logs["critic"].mini_batch(result, num_tokens=meta["batch_num_tokens"], num_rows=rows)
         return critic_metrics(result)
 
@@ -240,7 +242,7 @@ class ArcticDispatch:
         """One optimizer step; returns the gradient's L2 norm before clipping."""
         self._refuse_tinker_arguments(None, None, model_id)
         self._check_model(model, trained=True)
-        result = self._loop.run(self._backend.step(**_job(model)))
+        result = self._loop.run(self._backend.step(**trained_job(model)))
         self._step_logs[model].optimizer_step(result)
         return result["grad_norm"]
 
@@ -349,7 +351,7 @@ class ArcticDispatch:
         target.parent.mkdir(parents=True, exist_ok=True)
         sweep(target.parent)
         with written_aside(target) as aside:
-            self._loop.run(self._backend.save_weights(str(aside / target.name), **_job(model)))
+            self._loop.run(self._backend.save_weights(str(aside / target.name), **trained_job(model)))
             if not (aside / target.name / "config.json").is_file():
                 raise CheckpointError(
                     f"the model that rank 0 wrote to {aside / target.name} cannot be seen here: trainer.export_path "
@@ -445,11 +447,6 @@ def _with_metadata(tensors: dict[str, Any], source: TrainingInputBatch) -> Train
     batch = TrainingInputBatch(tensors)
     batch.metadata = source.metadata
     return batch
-
-
-def _job(model: str) -> dict[str, str]:
-    """What a call that trains or exports takes the policy for unless it is told another model."""
-    return {} if model == "policy" else {"job": model}
 
 
 _LAYOUT = ("sequences", "attention_mask", "response_mask")

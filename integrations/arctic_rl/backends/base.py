@@ -16,6 +16,12 @@ Batch = dict[str, Any]
 InFlight = Literal["finish", "keep"]
 
 
+def trained_job(job: str) -> dict[str, str]:
+    """Keywords that name a job to ``fwd_bwd``, ``step`` and ``save_weights``: none for the policy, which they take
+    unless told otherwise, and which alone every backend has."""
+    return {} if job == "policy" else {"job": job}
+
+
 class RemoteBackend(ABC):
     """A server that trains a policy, computes log-probs and samples.
 

@@ -87,8 +87,10 @@ class HttpBackend(RemoteBackend):
     def requires_single_forwarder(self) -> bool:
         return True
 
-    async def initialize(self, num_training_steps: int) -> None:
+    async def initialize(self, num_training_steps: int, *, critic_training_steps: int = 0) -> None:
         new = {"config": self._config, "num_training_steps": num_training_steps}
+        if critic_training_steps:
+            new["critic_training_steps"] = critic_training_steps
         started = (await self._send("POST", "/v1/jobs", json=new, timeout_s=self._startup_timeout_s + 60)).json()
         self._job_id, self._dp_sizes = started["job_id"], started["dp_sizes"]
         self._lease_s = started["lease_s"]
@@ -99,11 +101,11 @@ class HttpBackend(RemoteBackend):
     async def fwd_no_grad(self, job: str, batch: Batch, meta: dict, processing: dict) -> dict:
         return await self._pass("fwd_no_grad", {"job": job, "meta": meta, "processing": processing}, batch)
 
-    async def fwd_bwd(self, batch: Batch, meta: dict, processing: dict) -> dict:
-        return await self._pass("fwd_bwd", {"meta": meta, "processing": processing}, batch)
+    async def fwd_bwd(self, batch: Batch, meta: dict, processing: dict, job: str = "policy") -> dict:
+        return await self._pass("fwd_bwd", {"job": job, "meta": meta, "processing": processing}, batch)
 
-    async def step(self) -> dict[str, float]:
-        return await self._call("step")
+    async def step(self, job: str = "policy") -> dict[str, float]:
+        return await self._call("step", job=job)
 
     async def generate(self, requests: list[dict]) -> list[dict]:
         results: list[Any] = [None] * len(requests)
@@ -169,8 +171,8 @@ class HttpBackend(RemoteBackend):
     async def load_checkpoint(self, job: str, directory: str) -> dict[str, Any]:
         return await self._call("load_checkpoint", job=job, directory=directory)
 
-    async def save_weights(self, directory: str) -> None:
-        await self._call("save_weights", directory=directory)
+    async def save_weights(self, directory: str, job: str = "policy") -> None:
+        await self._call("save_weights", directory=directory, job=job)
 
     async def start_profile(self, settings: dict[str, Any]) -> None:
         await self._call("start_profile", settings=settings)

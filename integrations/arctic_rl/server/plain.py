@@ -16,6 +16,7 @@ from .specs import OptimizerSpec, ServerConfig, TrainingSpec
 
 _NESTED = {
     (ServerConfig, "policy"): TrainingSpec,
+    (ServerConfig, "critic"): TrainingSpec,
     (ServerConfig, "reference"): TrainingSpec,
     (ServerConfig, "sampling"): SamplingSpec,
     (TrainingSpec, "optimizer"): OptimizerSpec,
@@ -59,7 +60,7 @@ def from_plain(kind: type, values: Any, where: str = "config") -> Any:
                 problems.append(f"{where}.{name} is missing")
             continue
         value, part = values[name], _NESTED.get((kind, name))
-        optional = name == "reference" and value is None
+        optional = name in ("critic", "reference") and value is None
         try:
             arguments[name] = value if part is None or optional else from_plain(part, value, f"{where}.{name}")
         except ConfigError as error:

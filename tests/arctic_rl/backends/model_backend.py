@@ -8,6 +8,8 @@ import torch
 
 from integrations.arctic_rl.backends.handle import BackendHandle
 from integrations.arctic_rl.errors import ArcticError
+from integrations.arctic_rl.processors.attention import attention_implementation
+from integrations.arctic_rl.server.critic import load_value_model
 from tests.arctic_rl.in_process_backend import InProcessBackend, packable
 
 ATTACHED: dict[str, "ModelBackend"] = {}
@@ -25,6 +27,8 @@ class ModelBackend(InProcessBackend):
 
         self._path = config.policy.model_path
         models = {"policy": packable(load(self._path))}
+        if config.critic is not None:
+            models["critic"] = load_value_model(config.critic, attention_implementation("cpu"))
         if config.reference is not None:
             models["ref"] = packable(load(config.reference.model_path))
         super().__init__(models, lr=config.policy.optimizer.lr, max_grad_norm=config.policy.optimizer.max_grad_norm)
@@ -41,7 +45,7 @@ class ModelBackend(InProcessBackend):
     def reconnect_handle(self) -> BackendHandle:
         return BackendHandle(backend=PATH, job_ids={"server": self.run_id})
 
-    async def initialize(self, num_training_steps: int) -> None:
+    async def initialize(self, num_training_steps: int, *, critic_training_steps: int = 0) -> None:
         ATTACHED[self.run_id] = self
         self._running = asyncio.Event()
         self._running.set()
@@ -50,9 +54,9 @@ class ModelBackend(InProcessBackend):
         self._awake(job)
         return await super().fwd_no_grad(job, batch, meta, processing)
 
-    async def fwd_bwd(self, batch: dict, meta: dict, processing: dict) -> dict:
+    async def fwd_bwd(self, batch: dict, meta: dict, processing: dict, job: str = "policy") -> dict:
         self._awake("policy")
-        return await super().fwd_bwd(batch, meta, processing)
+        return await super().fwd_bwd(batch, meta, processing, job)
 
     async def generate(self, requests: list[dict]) -> list[dict]:
         self._awake("sampling")
@@ -105,8 +109,8 @@ class ModelBackend(InProcessBackend):
     async def wake_log_prob(self) -> None:
         self._asleep.discard("ref")
 
-    async def save_weights(self, directory: str) -> None:
-        model = self._engines["policy"].module
+    async def save_weights(self, directory: str, job: str = "policy") -> None:
+        model = self._engines[job].module
         shutil.copytree(self._path, directory)
         model.save_pretrained(directory)
 

@@ -16,9 +16,10 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.exceptions import HTTPException
 
+from ...backends.base import trained_job
 from ...errors import ArcticError
 from ...wire.body import CONTENT_TYPE, VERSION, decode, encode_answer
-from .calls import CALLS, Arguments, Call, NewJob, Prompts
+from .calls import CALLS, Arguments, Call, NewJob, Prompts, Trained
 from .checks import check_batch, check_processing, check_prompt, folder_inside
 from .errors import HttpError, status_of, to_answer
 from .gate import REQUEST_ID, Gate
@@ -132,7 +133,7 @@ def _add_jobs(app: FastAPI, jobs: Jobs, settings: HttpSettings) -> None:
         key = request.state.request_id
         if key not in starting:
             starting.clear()
-            starting[key] = asyncio.ensure_future(jobs.start(new.config, new.num_training_steps))
+            starting[key] = asyncio.ensure_future(jobs.start(new))
         job = await asyncio.shield(starting[key])
         return {"job_id": job.job_id, "dp_sizes": job.jobs(), "lease_s": settings.lease_s}
 
@@ -154,8 +155,8 @@ def _add_call(app: FastAPI, jobs: Jobs, settings: HttpSettings, name: str, call:
         values = arguments.model_dump()
         if "directory" in values:
             values["directory"] = folder_inside(settings.storage_root, values["directory"])
-        if "job" in values and values["job"] not in job.jobs():
-            raise HttpError(f"job {values['job']!r} is not served: known are {', '.join(job.jobs())}")
+        if "job" in values:
+            job.check_serves(values["job"], trained=issubclass(kind, Trained))
         if "settings" in values:
             save_path = values["settings"]["save_path"]
             values["settings"]["save_path"] = folder_inside(settings.storage_root, save_path)
@@ -172,6 +173,9 @@ def _add_call(app: FastAPI, jobs: Jobs, settings: HttpSettings, name: str, call:
 
 
 def _run(job: Job, name: str, values: dict[str, Any]) -> Awaitable[Any]:
+    if issubclass(CALLS[name].arguments, Trained):
+        others = {key: value for key, value in values.items() if key != "job"}
+        values = {**others, **trained_job(values["job"])}
     return getattr(job.backend, name)(**values)
 
 
@@ -191,8 +195,7 @@ def _add_batch_calls(app: FastAPI, jobs: Jobs, settings: HttpSettings) -> None:
     async def fwd_no_grad(job_id: str, request: Request) -> Response:
         job = jobs.get(job_id)
         values, batch, _ = await read(request, ("job", "meta", "processing"), updates=False)
-        if values["job"] not in job.jobs():
-            raise HttpError(f"job {values['job']!r} is not served: known are {', '.join(job.jobs())}")
+        job.check_serves(values["job"])
         result = await _in_time(
             job.backend.fwd_no_grad(values["job"], batch, values["meta"], values["processing"]), settings
         )
@@ -201,7 +204,8 @@ def _add_batch_calls(app: FastAPI, jobs: Jobs, settings: HttpSettings) -> None:
     @app.post("/v1/jobs/{job_id}/fwd_bwd", summary="RemoteBackend.fwd_bwd", openapi_extra=_BATCH_BODY)
     async def fwd_bwd(job_id: str, request: Request) -> Response:
         job = jobs.get(job_id)
-        values, batch, body = await read(request, ("meta", "processing"), updates=True)
+        values, batch, body = await read(request, ("job", "meta", "processing"), updates=True)
+        job.check_serves(values["job"], trained=True)
         result = await _carried_out(
             job,
             request,
@@ -209,7 +213,7 @@ def _add_batch_calls(app: FastAPI, jobs: Jobs, settings: HttpSettings) -> None:
             True,
             body,
             "fwd_bwd",
-            lambda: job.backend.fwd_bwd(batch, values["meta"], values["processing"]),
+            lambda: job.backend.fwd_bwd(batch, values["meta"], values["processing"], **trained_job(values["job"])),
         )
         return await _with_rows(result, batch)
 

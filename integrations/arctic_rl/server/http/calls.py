@@ -20,6 +20,12 @@ class OfJob(Arguments):
     job: str = Field(max_length=32, description="policy, or a model beside it")
 
 
+class Trained(Arguments):
+    """A job that is trained."""
+
+    job: str = Field(default="policy", max_length=32, description="policy, or critic")
+
+
 class InFolder(Arguments):
     """A folder below the server's storage."""
 
@@ -28,6 +34,10 @@ class InFolder(Arguments):
 
 class JobInFolder(OfJob, InFolder):
     """A job's checkpoint."""
+
+
+class TrainedInFolder(Trained, InFolder):
+    """A trained job's export."""
 
 
 class Sync(Arguments):
@@ -86,7 +96,7 @@ class Call:
 
 
 CALLS: dict[str, Call] = {
-    "step": Call(Arguments, True),
+    "step": Call(Trained, True),
     "sync_weights": Call(Sync, True),
     "update_weights": Call(Update, True),
     "update_reference": Call(Arguments, True),
@@ -103,7 +113,7 @@ CALLS: dict[str, Call] = {
     "empty_training_cache": Call(Arguments, True),
     "save_checkpoint": Call(JobInFolder, True),
     "load_checkpoint": Call(JobInFolder, True),
-    "save_weights": Call(InFolder, True),
+    "save_weights": Call(TrainedInFolder, True),
     "start_profile": Call(Profile, True),
     "profile_step": Call(Arguments, True),
     "stop_profile": Call(Arguments, True),
@@ -116,6 +126,7 @@ class NewJob(Arguments):
 
     config: dict[str, Any] = Field(description="a ServerConfig in plain values")
     num_training_steps: int = Field(ge=1, le=2**31, description="horizon of the schedule, in optimizer steps")
+    critic_training_steps: int = Field(default=0, ge=0, le=2**31, description="the same of the critic's")
 
 
 class Prompt(Arguments):

@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 
 _PROCESSING = ("post", "loss_fn", "config")
 _INTEGERS = ("input_ids", "attention_mask", "position_ids", "prompts", "responses", "response_mask", "micro_batch_ids")
-_NUMBERS = ("loss_mask", "advantages", "old_log_probs", "ref_log_prob", "rollout_is_weights", "rollout_logprobs")
+_NUMBERS = (
+    *("loss_mask", "advantages", "old_log_probs", "ref_log_prob", "rollout_is_weights", "rollout_logprobs"),
+    *("values", "returns", "row_weights"),
+)
 _SENT_PARAMS = {*NEUTRAL, "max_tokens", "detokenize"}
 _META = ("temperature", "max_token_len_per_gpu", "zorro_train_enable")
 _COUNTS = ("batch_num_tokens", "global_batch_size", "dp_size")
@@ -51,12 +54,12 @@ def check_config(config: ServerConfig, settings: HttpSettings) -> None:
         HttpError: with the setting of the server that allows it.
     """
     wanted = [*config.policy.processor_modules, *_dotted([config.policy.loss_fn])]
-    if config.reference is not None:
-        wanted += config.reference.processor_modules
+    others = [spec for spec in (config.critic, config.reference) if spec is not None]
+    wanted += [module for spec in others for module in spec.processor_modules]
     for name in wanted:
         _check_allowed("a job", name, settings.allowed_modules)
     models = {config.policy.model_path, config.sampling.model_path}
-    models |= {config.reference.model_path} if config.reference is not None else set()
+    models |= {spec.model_path for spec in others}
     for model in sorted(models):
         if settings.allowed_models and not any(_is_below(model, allowed) for allowed in settings.allowed_models):
             raise HttpError(

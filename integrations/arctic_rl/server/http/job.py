@@ -16,6 +16,7 @@ from ...backends.registry import RemoteBackendRegistry
 from ..plain import from_plain
 from ..process import kill_run
 from ..specs import ServerConfig
+from .calls import NewJob
 from .checks import check_config, folder_inside
 from .errors import HttpError
 from .replay import Replays
@@ -40,8 +41,18 @@ class Job:
 
     def jobs(self) -> dict[str, int]:
         """Training jobs with their data-parallel size."""
-        names = ["policy"] if self.config.reference is None else ["policy", "ref"]
-        return {name: self.backend.dp_size(name) for name in names}
+        specs = {"policy": self.config.policy, "critic": self.config.critic, "ref": self.config.reference}
+        return {name: self.backend.dp_size(name) for name, spec in specs.items() if spec is not None}
+
+    def check_serves(self, name: Any, *, trained: bool = False) -> None:
+        """Refuse a training job that is not there, or is not trained.
+
+        Raises:
+            HttpError: with those that are.
+        """
+        known = [job for job in self.jobs() if not (trained and job == "ref")]
+        if name not in known:
+            raise HttpError(f"job {name!r} is not served: known are {', '.join(known)}")
 
 
 class Jobs:
@@ -72,7 +83,7 @@ class Jobs:
         self._job.seen = time.monotonic()
         return self._job
 
-    async def start(self, values: Any, num_training_steps: int) -> Job:
+    async def start(self, new: NewJob) -> Job:
         """Bring up the workers of a job.
 
         Raises:
@@ -84,7 +95,7 @@ class Jobs:
                 "a job is running already: the server runs one at a time; wait for its end, or stop it", 409
             )
         async with self._changing:
-            config = from_plain(ServerConfig, values)
+            config = from_plain(ServerConfig, new.config)
             if not _RUN_ID.fullmatch(config.run_id):
                 raise HttpError(f"config.run_id={config.run_id!r} must be 1 to 64 letters, digits, '-' or '_'")
             if config.env_vars:
@@ -97,7 +108,8 @@ class Jobs:
             backend = RemoteBackendRegistry.get(self._settings.backend).from_config(config)
             job = Job(backend, config)
             try:
-                await backend.initialize(num_training_steps)
+                critics = {} if config.critic is None else {"critic_training_steps": new.critic_training_steps}
+                await backend.initialize(new.num_training_steps, **critics)
             except BaseException:
                 await self._end(job)
                 raise

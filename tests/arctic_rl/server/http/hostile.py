@@ -76,7 +76,7 @@ def send_raw(url: str, data: bytes) -> int:
 
 def _good_pass(**changes: Any) -> bytes:
     rows = batch()
-    values = {"meta": make_meta(rows, dp_size=1), "processing": UPDATE, **changes.pop("values", {})}
+    values = {"job": "policy", "meta": make_meta(rows, dp_size=1), "processing": UPDATE, **changes.pop("values", {})}
     return encode(values, {**rows, **changes})
 
 
