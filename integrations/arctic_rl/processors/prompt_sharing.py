@@ -7,7 +7,8 @@ zorro_self_check     False = do not compare the first use of a model with its un
 import dataclasses
 import logging
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,7 +76,8 @@ def check_first_use(call: ModelCall, meta: Mapping[str, Any], device: torch.devi
         raise UnsupportedError(f"meta['zorro_self_check']={wanted!r} must be True or False")
     if wanted:
         plain = dataclasses.replace(call, temperature=1.0, entropy=False)
-        check_once(call.module, *_runner(plain), device, training=training)
+        with _refusing(call.module):
+            check_once(call.module, *_runner(plain), device, training=training)
 
 
 def check_by_running(module: torch.nn.Module, device: torch.device | str, *, training: bool) -> None:
@@ -86,11 +88,18 @@ def check_by_running(module: torch.nn.Module, device: torch.device | str, *, tra
     """
     settings = LogitsSettings(logits_optimization="compute")
     call = ModelCall(Direct(module), (), settings, 1.0, entropy=False, entropy_has_grad=False, late_entropy=False)
-    try:
+    with _refusing(module):
         check_rows(module, *_runner(call), torch.device(device))
         if training:
             check_draws(module, *_runner(call), torch.device(device))
-    except (AttributeError, TypeError, ValueError, LookupError) as error:
+
+
+@contextmanager
+def _refusing(module: Any) -> Iterator[None]:
+    """Name the model, and the setting that helps, where it fails in code of its own."""
+    try:
+        yield
+    except (AttributeError, TypeError, LookupError) as error:
         raise UnsupportedError(
             f"{type(module).__name__} cannot run rows that share their prompts ({type(error).__name__}: {error}). To "
             f"compute every rollout's prompt separately, {SWITCH_OFF}"

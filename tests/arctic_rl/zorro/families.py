@@ -115,7 +115,7 @@ def row_logprobs(model: torch.nn.Module, batch: dict) -> torch.Tensor:
         if len(places) > 1:
             tokens = ids[places]
             logp = model(input_ids=tokens[None], use_cache=False).logits[0, :-1].log_softmax(-1)
-            line = line.index_put((places[1:],), logp.gather(1, tokens[1:, None]).squeeze(1))
+            line = line.index_put((places[1:],), logp.gather(1, tokens[1:, None]).squeeze(1).double())
         lines.append(line)
     return torch.stack(lines)
 
