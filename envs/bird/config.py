@@ -59,7 +59,7 @@ class BirdEnvConfig:
     empty_gold_earns: bool = True
     """An empty result that equals an empty gold earns the full reward, as BIRD does; False = the partial one."""
     db_root: str | None = None
-    """Folder that a relative db_path starts from; None = the working directory of the process that scores."""
+    """Folder that a relative db_path starts from; None = the working directory where the environment is made."""
 
     def __post_init__(self) -> None:
         for name in ("timeout_s", "sqlite_heap_mb", "max_value_mb", "max_compared_rows", "max_kept_rows"):

@@ -6,13 +6,13 @@ from typing import Any, ClassVar, Literal
 
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 
-from .cache import RESULTS
 from .config import BirdEnvConfig
 from .extract import parse_response
 from .outcome import FULL_REWARD, Outcome
-from .parts import Part, run_here
+from .parts import Part
 from .score import Score, failed_score, score_parts, score_record
 from .task import read_task
+from .workers import WorkersFailedError, run_in_workers
 
 type FailureCause = Literal["timed_out", "out_of_memory", "scorer_failed"]
 
@@ -46,7 +46,7 @@ class BirdEnv(BaseTextEnv):
         self.config = self.config_class.parse(env_config)
         task = read_task(extras)
         self.golds = task.golds
-        self.db_path = self.config.resolve(task.db_path)
+        self.db_path = os.path.abspath(self.config.resolve(task.db_path))
         if not os.path.isfile(self.db_path):
             raise FileNotFoundError(f"extra_info.db_path: database file {self.db_path!r} does not exist")
         self.score: Score | None = None
@@ -57,8 +57,12 @@ class BirdEnv(BaseTextEnv):
         return (len(self.golds) + 1) * self.config.timeout_s
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
-        """Scores the response `action`; the episode is over."""
-        return run_here(self.step_parts(action), RESULTS)
+        """Scores the response `action`; the episode is over. Queries run in processes of this one's own: see
+        `run_in_workers`."""
+        try:
+            return run_in_workers(self.step_parts(action), self.config.sqlite_heap_mb)
+        except WorkersFailedError as failure:
+            return self.step_failed(action, "scorer_failed", str(failure))
 
     def step_parts(self, action: str) -> Generator[list[Part], list[Any], BaseTextEnvStepOutput]:
         """`step`, with its work given out in parts: each a query at most, and equal ones need to run only once."""

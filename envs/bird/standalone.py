@@ -1,30 +1,16 @@
-"""Scoring as a plain function, for callers that have no pool of processes, such as verl's reward managers.
+"""Scoring as a plain function."""
 
-What a model writes may run for ever inside one call of SQLite's, or take all memory. So the parts of a score run in
-worker processes here too: those of a pool that each process which scores starts when it first needs one, and that ends
-with it.
-"""
-
-import asyncio
 import difflib
-import multiprocessing
 import os
-import threading
-import warnings
 from collections.abc import Mapping
-from multiprocessing.util import Finalize
 from typing import Any
 
-from .cache import RESULTS
-from .config import WORKER_BASE_MB, BirdEnvConfig, setting_names, unknown_setting
-from .extract import Answer
+from .config import BirdEnvConfig, setting_names, unknown_setting
+from .extract import parse_response
 from .outcome import Outcome
-from .parts import run_here
-from .score import Parts, Score, failed_score, score_parts, score_record
+from .score import failed_score, score_parts, score_record
 from .task import database_path, gold_queries
-
-MEMORY_LIMIT_MB = 512
-"""Private memory in MiB of a worker; more where `sqlite_heap_mb` needs it."""
+from .workers import WorkersFailedError, run_in_workers
 
 
 def compute_score(
@@ -36,9 +22,7 @@ def compute_score(
 ) -> dict[str, Any]:
     """Scores one response; usable as verl's custom reward function, from any number of threads.
 
-    A query past its time or memory limit is killed with the process that runs it, which is then replaced. Called in a
-    daemonic process, which may have none of its own, it scores right there, after a warning: then nothing stops a
-    single long built-in call.
+    Queries run in worker processes, see `run_in_workers`.
 
     Args:
         data_source: Not used; part of verl's signature.
@@ -66,91 +50,11 @@ def compute_score(
     if not os.path.isfile(path):
         raise FileNotFoundError(f"extra_info.db_path: database file {path!r} does not exist")
     parts = score_parts(solution_str, gold_queries(ground_truth, extra_info), path, config)
-    return score_record(_run(parts, config), config)
-
-
-def _run(parts: Parts[Score], config: BirdEnvConfig) -> Score:
-    if multiprocessing.current_process().daemon:
-        warnings.warn(
-            "compute_score was called in a daemonic process, which cannot start others: a query that stays inside one "
-            "long built-in call will not be stopped",
-            RuntimeWarning,
-            stacklevel=3,
-        )
-        return run_here(parts, RESULTS)
-    from skyrl_arctic_rl.scoring import ScoringClosed, ScoringError, ScoringStartUpError
-
     try:
-        return _scorer(config.sqlite_heap_mb).run(parts)
-    except (ScoringClosed, ScoringStartUpError):
-        raise
-    except ScoringError as failure:
-        return failed_score(
-            Outcome.SCORER_FAILED, f"{type(failure).__name__}: {failure}", Answer(sql=None, format_correct=False)
-        )
-
-
-class _Scorer:
-    """A pool, and a thread with the event loop that it lives in."""
-
-    def __init__(self, sqlite_heap_mb: int) -> None:
-        from skyrl_arctic_rl.scoring import EnvPool, ScoringConfig
-
-        memory_limit_mb = max(MEMORY_LIMIT_MB, sqlite_heap_mb + WORKER_BASE_MB)
-        self.pool = EnvPool(ScoringConfig(memory_limit_mb=memory_limit_mb))
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="bird-scorer", daemon=True)
-        self._thread.start()
-
-    def run(self, parts: Parts[Score]) -> Score:
-        future = asyncio.run_coroutine_threadsafe(self.pool.run_in_parts(parts), self._loop)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()
-            raise
-
-    def close(self) -> None:
-        self.pool.close()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-
-
-# by SQLite's heap limit, which a worker can only lower
-_scorers: dict[int, _Scorer] = {}
-_abandoned: list[_Scorer] = []
-_lock = threading.Lock()
-
-
-def _scorer(sqlite_heap_mb: int) -> _Scorer:
-    with _lock:
-        if not _scorers:
-            # unlike atexit, also where this process is one of multiprocessing's own
-            Finalize(None, stop_workers, exitpriority=0)
-        if sqlite_heap_mb not in _scorers:
-            _scorers[sqlite_heap_mb] = _Scorer(sqlite_heap_mb)
-        return _scorers[sqlite_heap_mb]
-
-
-def stop_workers() -> None:
-    """Ends the worker processes of `compute_score`, as the end of this process does; the next call starts others."""
-    with _lock:
-        scorers = list(_scorers.values())
-        _scorers.clear()
-    for scorer in scorers:
-        scorer.close()
-
-
-def _forget_parents_workers() -> None:
-    # a forked child has the objects and neither the thread nor the processes; finalising them would disturb the parent
-    global _lock
-    _lock = threading.Lock()
-    _abandoned.extend(_scorers.values())
-    _scorers.clear()
-
-
-os.register_at_fork(after_in_child=_forget_parents_workers)
+        score = run_in_workers(parts, config.sqlite_heap_mb)
+    except WorkersFailedError as failure:
+        score = failed_score(Outcome.SCORER_FAILED, str(failure), parse_response(solution_str))
+    return score_record(score, config)
 
 
 def _settings(kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`compute_score` as whoever has no pool of processes calls it."""
+"""`compute_score` and `BirdEnv.step` as whoever has no pool of processes calls them."""
 
 import json
 import multiprocessing
@@ -14,10 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from envs.bird import standalone
+from envs.bird import workers as own
+from envs.bird.env import BirdEnv
+from envs.bird.no_new_files import ONE_CALL_VARIABLE
 from envs.bird.reward import compute_score
 
-REWARD_FILE = Path(standalone.__file__).with_name("reward.py")
+REWARD_FILE = Path(own.__file__).with_name("reward.py")
 LONG_BUILT_IN = "SELECT instr(hex(zeroblob(40000000)), hex(zeroblob(19000000))||'1')"
 COUNTING = "WITH RECURSIVE c(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM c WHERE x < 3000000) SELECT count(*) FROM c"
 
@@ -38,7 +40,7 @@ print(json.dumps(record))
 @pytest.fixture(scope="module", autouse=True)
 def no_worker_is_left():
     yield
-    standalone.stop_workers()
+    own.stop_workers()
 
 
 def formatted(sql):
@@ -49,12 +51,17 @@ def score(db_path, sql, gold="SELECT 1", **settings):
     return compute_score("bird", formatted(sql), gold, {"db_path": str(db_path)}, **settings)
 
 
+def step(db_path, sql, **settings):
+    extras = {"reward_model": {"ground_truth": "SELECT 1"}, "extra_info": {"db_path": str(db_path)}}
+    return BirdEnv(env_config=settings, extras=extras).step(formatted(sql))
+
+
 def workers():
-    return [pid for scorer in standalone._scorers.values() for pid in scorer.pool.process_ids()]
+    return [pid for pool in own._own_pools.values() for pid in pool.pool.process_ids()]
 
 
 def killed_workers():
-    return sum(scorer.pool.counters["timed_out"] for scorer in standalone._scorers.values())
+    return sum(pool.pool.counters["timed_out"] for pool in own._own_pools.values())
 
 
 def test_verl_loads_the_file_by_its_path(shop_db, tmp_path):
@@ -84,6 +91,19 @@ def test_a_long_built_in_call_is_killed_and_costs_only_itself(shop_db):
     assert score(shop_db, "SELECT 2 - 1")["score"] == 1.0
 
 
+def test_a_step_outside_of_a_pool_is_stopped_too(shop_db):
+    killed = killed_workers()
+    output = step(shop_db, LONG_BUILT_IN, timeout_s=1.0)
+    assert (output["reward"], output["done"], output["metadata"]["outcome"]) == (0.0, True, "timed_out")
+    assert killed_workers() == killed + 1
+
+
+def test_in_a_scoring_worker_it_runs_in_place(shop_db, monkeypatch):
+    monkeypatch.setenv(ONE_CALL_VARIABLE, str(os.getpid()))
+    monkeypatch.setattr(own, "_own_pool", None)
+    assert step(shop_db, "SELECT 1")["reward"] == score(shop_db, "SELECT 1")["score"] == 1.0
+
+
 def test_a_worker_that_is_killed_costs_nothing(shop_db):
     assert score(shop_db, "SELECT 1")["score"] == 1.0
     records = []
@@ -103,15 +123,15 @@ def test_workers_that_keep_dying_are_no_verdict(shop_db, monkeypatch):
         raise ScoringWorkerDied("twice")
 
     monkeypatch.setattr(EnvPool, "run_in_parts", died)
-    record = score(shop_db, "SELECT 1")
-    assert (record["outcome"], record["judged"], record["score"]) == ("scorer_failed", False, 0.0)
-    assert record["error"] == "ScoringWorkerDied: twice"
+    for record in (score(shop_db, "SELECT 1"), step(shop_db, "SELECT 1")["metadata"]):
+        assert (record["outcome"], record["judged"], record["score"]) == ("scorer_failed", False, 0.0)
+        assert record["error"] == "ScoringWorkerDied: twice" and record["format_correct"]
 
 
 def test_a_relative_path_is_the_callers(shop_db, monkeypatch):
     assert score(shop_db, "SELECT 1")["score"] == 1.0
     monkeypatch.chdir(shop_db.parent)
-    assert score(shop_db.name, "SELECT 1")["score"] == 1.0
+    assert score(shop_db.name, "SELECT 1")["score"] == step(shop_db.name, "SELECT 1")["reward"] == 1.0
 
 
 def test_a_smaller_heap_stays_with_its_own_calls(shop_db):
