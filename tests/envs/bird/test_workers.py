@@ -37,12 +37,6 @@ print(json.dumps(record))
 """
 
 
-@pytest.fixture(scope="module", autouse=True)
-def no_worker_is_left():
-    yield
-    own.stop_workers()
-
-
 def formatted(sql):
     return f"<think>x</think>\n```sql\n{sql}\n```"
 
