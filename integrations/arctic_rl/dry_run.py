@@ -88,9 +88,9 @@ def _shown(value: Any) -> str:
 def _placement(cfg: Any) -> list[str]:
     try:
         plan = described_plan(cfg)
+        size = f"{plan.nodes} x {plan.gpus_per_node} GPUs, {'shared by all jobs' if plan.colocated else 'not shared'}"
     except (TypeError, ZeroDivisionError, AttributeError) as error:
         return [f"cannot be planned: {error}"]
-    size = f"{plan.nodes} x {plan.gpus_per_node} GPUs, {'shared by all jobs' if plan.colocated else 'not shared'}"
     return [
         size,
         *plan.table().splitlines(),

@@ -83,7 +83,7 @@ def _skyrl_problems(cfg: Any) -> list[str]:
 def _failed_statement(frame: traceback.FrameSummary, cfg: Any, failed: str) -> str:
     """The source of a check that does not name its settings, and their values."""
     lines = [linecache.getline(frame.filename, number) for number in range(frame.lineno, frame.end_lineno + 1)]
-    source = " ".join(" ".join(lines).split())
+    source = " ".join(" ".join(lines).split()).rstrip(" ,(")
     settings = dict.fromkeys(re.findall(r"\bcfg\.([a-z_]+(?:\.[a-z_]+)+)", source))
     values = [f"{name}={shown(value_of(cfg, name))}" for name in settings if name in skyrl_leaves()]
     return f"{source} {failed}{' with ' + ' and '.join(values) if values else ''}; change one of them"

@@ -70,7 +70,12 @@ def without_mistyped(cfg: Any) -> Any:
     mended, leaves = copy.deepcopy(cfg), skyrl_leaves()
     for name in mistyped:
         section, _, leaf = name.rpartition(".")
-        setattr(value_of(mended, section), leaf, copy.deepcopy(leaves[name].default))
+        settings, value = vars(value_of(mended, section)), value_of(cfg, name)
+        settings[leaf] = copy.deepcopy(leaves[name].default)
+        for mapping in settings.values():
+            # SkyRL copies some into a mapping beside them.
+            if isinstance(mapping, dict) and leaf in mapping and mapping[leaf] == value:
+                del mapping[leaf]
     for name, key in keys:
         del value_of(mended, name)[key]
     return mended

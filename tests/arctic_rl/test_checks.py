@@ -245,6 +245,10 @@ class TestSingleValues:
         lines = refused("generator.sampling_params.temperature=abc trainer.algorithm.temperature=xyz")
         assert settings(lines) == ["trainer.algorithm.temperature", "generator.sampling_params.temperature"]
 
+    def test_nor_one_in_a_mapping(self):
+        lines = refused("trainer.strategy=megatron trainer.policy.megatron_config.fp8=7")
+        assert lines == ["trainer.policy.megatron_config.fp8=7 is not a text or null"]
+
     def test_a_key_glued_to_its_value_is_told_once(self):
         name = "generator.sampling_params.additional_kwargs"
         assert refused(f"{name}={{seed:5}}") == [

@@ -442,6 +442,13 @@ class TestPlacement:
         lines = self.table(*gpus(1, 2, 2), "trainer.algorithm.use_kl_loss=false")
         assert [line.split()[0] for line in lines] == ["job", "policy", "sampling"]
 
+    @pytest.mark.parametrize("setting", ["policy_num_gpus_per_node", "policy_num_nodes", "ref_num_gpus_per_node"])
+    @pytest.mark.parametrize("value", [0, -7])
+    def test_sizes_that_cannot_be_end_in_no_traceback(self, setting, value):
+        cfg, findings = inspected([f"trainer.placement.{setting}={value}"])
+        assert any(line.startswith(f"trainer.placement.{setting}={value}") for line in findings.refused)
+        assert "\n\nPlacement on the cluster" in report(cfg, findings)
+
     def test_plans_count_what_skyrl_counts(self):
         plan = described_plan(parse_config([*gpus(1, 8, 2, 2), "generator.inference_engine.data_parallel_size=2"]))
         assert (plan.jobs[-1].processes, plan.jobs[-1].gpus_each, plan.nodes) == (2, 4, 1)
