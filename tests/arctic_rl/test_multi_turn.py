@@ -394,12 +394,14 @@ class TestEngines:
 
     def test_after_a_weight_sync_sessions_are_spread_anew(self, monkeypatch):
         backend = self.backend()
-        backend._weights_dir = ""
+        backend._run_dir = ""
         backend._config = type("Config", (), {"sync_dtype": "float32"})
         self.choose(backend, [1], "a")
 
+        answers = {"weight_version": [0], "export_weights": [None], "sync_weights": [1]}
+
         async def call_all(names, method, *arguments):
-            return [None] if method == "export_weights" else []
+            return answers[method]
 
         monkeypatch.setattr(backend, "_call_all", call_all)
         monkeypatch.setattr("integrations.arctic_rl.backends.builtin.remove_weights", lambda *_, **__: None)
