@@ -8,7 +8,7 @@ memory: the least-squares slope of each process, of USS and of PSS, is below 1 M
 open files, processes, objects, object store, shared memory: what is always there does not grow: the least over the
 last third of the steps is no more than the least over the first third (for bytes: within 1 MiB).
 
-About eight minutes on 2 idle cores.
+About ten minutes on 2 idle cores.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ MAX_GROWTH_MIB = 1.0
 POLL_S = 0.1
 FIRST_STEP_LIMIT_S, STEP_LIMIT_S = 900.0, 300.0
 SHARED_MEMORY = Path("/dev/shm")
+MAX_MISSED = 3
+"""Steps without a sample: the run ends while its last one is looked at."""
 
 
 @dataclass
@@ -60,29 +62,50 @@ class Series:
     totals: dict[str, list[float]] = field(default_factory=dict)
 
     def look(self, step: int, root: psutil.Process) -> None:
-        """Add a sample of ``root``, its descendants, and the Ray node among them."""
-        counts = {"processes": 0, "open_files": 0, "uss_mib": 0.0, "pss_mib": 0.0}
+        """Add a sample of ``root``, its descendants, and the Ray node among them; none of a run that is ending."""
         family = [root, *root.children(recursive=True)]
-        for process in family:
-            try:
-                memory, open_files, role = process.memory_full_info(), process.num_fds(), role_of(process)
-            except psutil.Error:
-                continue
-            if memory.rss == 0:
-                continue  # it is ending
-            series = self.processes.setdefault(process.pid, ProcessSeries(role))
-            series.role = role if series.role == IDLE else series.role
+        held = [found for process in family if (found := look_at(process)) is not None]
+        totals = {
+            "processes": len(held),
+            "open_files": sum(found.open_files for found in held),
+            "uss_mib": sum(found.uss_mib for found in held),
+            "pss_mib": sum(found.pss_mib for found in held),
+            "shared_memory_mib": shared_memory_mib(family),
+            **object_store(family),
+        }
+        if self.totals.keys() - totals.keys():
+            return
+        for found in held:
+            series = self.processes.setdefault(found.pid, ProcessSeries(found.role))
+            series.role = found.role if series.role == IDLE else series.role
             series.steps.append(step)
-            series.uss_mib.append(memory.uss / MIB)
-            series.pss_mib.append(memory.pss / MIB)
-            series.open_files.append(open_files)
-            counts["processes"] += 1
-            counts["open_files"] += open_files
-            counts["uss_mib"] += memory.uss / MIB
-            counts["pss_mib"] += memory.pss / MIB
+            series.uss_mib.append(found.uss_mib)
+            series.pss_mib.append(found.pss_mib)
+            series.open_files.append(found.open_files)
         self.steps.append(step)
-        for name, value in {**counts, **object_store(family), "shared_memory_mib": shared_memory_mib(family)}.items():
+        for name, value in totals.items():
             self.totals.setdefault(name, []).append(value)
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a process holds now."""
+
+    pid: int
+    role: str
+    uss_mib: float
+    pss_mib: float
+    open_files: int
+
+
+def look_at(process: psutil.Process) -> Held | None:
+    """What a process holds; None for one that is ending."""
+    try:
+        memory = process.memory_full_info()
+        held = Held(process.pid, role_of(process), memory.uss / MIB, memory.pss / MIB, process.num_fds())
+    except psutil.Error:
+        return None
+    return held if memory.rss else None
 
 
 IDLE = "idle Ray worker"
@@ -114,15 +137,20 @@ def role_of(process: psutil.Process) -> str:
 
 def object_store(family: Iterable[psutil.Process]) -> dict[str, float]:
     """Objects in the store of the Ray node among these processes, and their MiB; nothing where there is none."""
+    import grpc
     from ray._private.internal_api import node_stats
     from ray._raylet import GcsClient
+    from ray.exceptions import RpcError
 
     raylet = next((process for process in family if process.name() == "raylet"), None)
     if raylet is None:
         return {}
-    address = next(part for part in raylet.cmdline() if part.startswith("--gcs-address=")).partition("=")[2]
-    (node,) = GcsClient(address=address).get_all_node_info().values()
-    stats = node_stats(node.node_manager_address, node.node_manager_port, include_memory_info=False).store_stats
+    try:
+        address = next(part for part in raylet.cmdline() if part.startswith("--gcs-address=")).partition("=")[2]
+        (node,) = GcsClient(address=address).get_all_node_info().values()
+        stats = node_stats(node.node_manager_address, node.node_manager_port, include_memory_info=False).store_stats
+    except (psutil.Error, grpc.RpcError, RpcError):
+        return {}
     return {"objects": stats.num_local_objects, "object_store_mib": stats.object_store_bytes_used / MIB}
 
 
@@ -255,6 +283,8 @@ def run(output_dir: Path, steps: int) -> Series:
         finally:
             process.terminate()
             process.wait()
+    if len(series.steps) < steps - MAX_MISSED:
+        raise RuntimeError(f"{len(series.steps)} of {steps} steps were seen: they are too fast to be looked at")
     return series
 
 
@@ -275,7 +305,8 @@ def plot(series: Series, warm_up: int, path: Path) -> None:
             first = next(
                 (value for step, value in zip(series.steps, values, strict=True) if step > warm_up), values[-1]
             )
-            label = f"{name.replace('_', ' ').replace(' mib', '')}: {first:.4g}"
+            unit = " MiB" if name.endswith("_mib") else ""
+            label = f"{name.removesuffix('_mib').replace('_', ' ')}: {first:.4g}{unit}"
             right.plot(series.steps, [value / (first or 1) for value in values], label=label, linewidth=1.2)
     right.set(title=f"The run altogether, relative to step {warm_up + 1}", xlabel="step", ylim=(0, 2))
     for axes in (left, right):
