@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from .reference_model import reference_is_base
+
 ROW = ("job", "processes", "GPUs each", "nodes", "GPUs")
 
 
@@ -70,7 +72,7 @@ def described_plan(cfg: Any) -> DescribedPlan:
     ref = placement.ref_num_nodes * placement.ref_num_gpus_per_node
     engine_gpus = engine.tensor_parallel_size * engine.pipeline_parallel_size * engine.data_parallel_size
     jobs = [JobPlan("policy", policy, 1, 0)]
-    if algorithm.use_kl_loss or algorithm.use_kl_in_reward:
+    if (algorithm.use_kl_loss or algorithm.use_kl_in_reward) and not reference_is_base(cfg.trainer):
         shares = placement.colocate_all or placement.colocate_policy_ref
         jobs.append(JobPlan("ref", ref, 1, 0 if shares else policy))
     if cfg.trainer.critic.model.path:

@@ -109,8 +109,8 @@ class ArcticInferenceClient(InferenceEngineInterface):
         """
         if model not in (None, "", self._model_name):
             raise UnsupportedError(
-                f"model={model!r}: only the policy {self._model_name!r} is served; LoRA adapters are not, set "
-                "trainer.policy.model.lora.rank=0"
+                f"model={model!r}: only the policy {self._model_name!r} is served, with its adapter merged into its "
+                "weights; leave model out"
             )
         _check_inputs(input_batch)
         prompts = input_batch["prompt_token_ids"]
@@ -253,7 +253,8 @@ class ArcticInferenceClient(InferenceEngineInterface):
 
     async def load_lora_adapter(self, lora_name: str, lora_path: str) -> NoReturn:
         raise UnsupportedError(
-            f"load_lora_adapter({lora_name!r}): LoRA is not served; set trainer.policy.model.lora.rank=0"
+            f"load_lora_adapter({lora_name!r}): the engines serve one model, and the policy's adapter reaches them "
+            "merged into its weights; call the dispatch's save_weights_for_sampler"
         )
 
 

@@ -7,9 +7,10 @@ from typing import Any
 
 from .errors import UnsupportedError
 from .loss_config import packed_policy_loss
+from .reference_model import reference_is_base
 from .server.sampling_spec import SamplingSpec
 from .server.schedule import has_end
-from .server.specs import OptimizerSpec, ServerConfig, TrainingSpec
+from .server.specs import LoraSpec, OptimizerSpec, ServerConfig, TrainingSpec
 
 _DTYPES = {"float32": "float32", "fp32": "float32", "bfloat16": "bfloat16", "bf16": "bfloat16", "float16": "float16"}
 
@@ -35,14 +36,15 @@ def server_config(cfg: Any, *, run_id: str, env_vars: dict[str, str]) -> ServerC
     trainer, engine, arctic = cfg.trainer, cfg.generator.inference_engine, cfg.trainer.arctic_rl
     placement = trainer.placement
     uses_reference = trainer.algorithm.use_kl_loss or trainer.algorithm.use_kl_in_reward
+    second_model = uses_reference and not reference_is_base(trainer)
     threads = arctic.cpu_threads or os.cpu_count() or 1
     return ServerConfig(
         policy=_training_spec(cfg, "policy", threads),
-        reference=_training_spec(cfg, "ref", threads) if uses_reference else None,
+        reference=_training_spec(cfg, "ref", threads) if second_model else None,
         critic=_training_spec(cfg, "critic", threads) if trainer.critic.model.path else None,
         sampling=_sampling_spec(cfg),
         policy_ranks=placement.policy_num_nodes * placement.policy_num_gpus_per_node,
-        ref_ranks=placement.ref_num_nodes * placement.ref_num_gpus_per_node if uses_reference else 0,
+        ref_ranks=placement.ref_num_nodes * placement.ref_num_gpus_per_node if second_model else 0,
         critic_ranks=(
             placement.critic_num_nodes * placement.critic_num_gpus_per_node if trainer.critic.model.path else 0
         ),
@@ -103,12 +105,29 @@ def _training_spec(cfg: Any, role: str, threads: int) -> TrainingSpec:
         policy_loss=packed_policy_loss(cfg) if is_policy else None,
         value_head=trainer.algorithm.value_head_prefix if is_critic else None,
         fresh_value_head=is_critic and path == trainer.policy.model.path,
+        lora=lora_spec(trainer.policy.model.lora) if is_policy and trainer.policy.model.lora.rank > 0 else None,
     )
 
 
 def _model_config(cfg: Any, role: str) -> dict[str, Any]:
     """What SkyRL's FSDP workers read; its Megatron workers read ``megatron_config``."""
     return {} if cfg.trainer.strategy == "megatron" else dict(vars(cfg.trainer)[role].model_config_kwargs)
+
+
+def lora_spec(lora: Any) -> LoraSpec:
+    """The adapters that a ``lora`` section asks for."""
+    return LoraSpec(
+        rank=lora.rank,
+        alpha=lora.alpha,
+        dropout=float(lora.dropout),
+        target_modules=_names(lora.target_modules),
+        exclude_modules=_names(lora.exclude_modules),
+        init_method=lora.init_method,
+    )
+
+
+def _names(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _sampling_spec(cfg: Any) -> SamplingSpec:

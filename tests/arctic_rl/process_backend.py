@@ -221,14 +221,16 @@ class ProcessBackend(RemoteBackend):
     async def _run(self, job: str, batch: dict, meta: dict, processing: dict, *, backward: bool) -> list[dict]:
         meta = dict(meta)
         max_tokens = meta.pop("max_token_len_per_gpu")
+        base_only = self._specs[job] is None
         return await self._call(
             "run",
-            job,
+            "policy" if base_only else job,
             meta,
             processing,
             shards=shards_of(batch, self._processes.world_size),
             backward=backward,
             max_tokens_per_mb=max_tokens,
+            base_only=base_only,
         )
 
     async def _call(self, method: str, *arguments: Any, **keywords: Any) -> list[Any]:

@@ -164,7 +164,7 @@ class ReferenceTrainer:
     """SkyRL's policy worker without its workers: one mini-batch a step, in one micro-batch, on one rank.
 
     Args:
-        model: a ``transformers`` model; trained in place.
+        model: a ``transformers`` model, or one of ``peft``'s whose adapters are trained; trained in place.
         algorithm: SkyRL's ``AlgorithmConfig`` may differ from step to step, the optimizer may not.
         autocast: run the forward pass under bfloat16 autocast, as SkyRL does.
     """
@@ -187,7 +187,13 @@ class ReferenceTrainer:
         self.model = model.train()
         self._max_grad_norm = max_grad_norm
         self._autocast = autocast
-        self._optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=betas, weight_decay=weight_decay)
+        self._trained = {
+            name.removeprefix("base_model.model."): parameter
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad
+        }
+        parameters = self._trained.values()
+        self._optimizer = torch.optim.AdamW(parameters, lr=lr, betas=betas, weight_decay=weight_decay)
         self._scheduler = get_scheduler(
             scheduler, self._optimizer, num_warmup_steps=num_warmup_steps, num_training_steps=num_training_steps
         )
@@ -196,18 +202,17 @@ class ReferenceTrainer:
         self, batch: TrainingInputBatch, algorithm: Any, micro_batches: list[MicroBatch] | None = None
     ) -> Update:
         """Backward over the whole mini-batch, clip, step."""
-        before = {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
+        before = {name: parameter.detach().clone() for name, parameter in self._trained.items()}
         with torch.autocast("cpu", torch.bfloat16, enabled=self._autocast):
             loss, metrics = policy_loss(self.model, batch, algorithm, micro_batches)
         loss.backward()
-        parameters = list(self.model.parameters())
-        norm = torch.nn.utils.clip_grad_norm_(parameters, self._max_grad_norm or float("inf"))
-        gradient = {name: parameter.grad.clone() for name, parameter in self.model.named_parameters()}
+        norm = torch.nn.utils.clip_grad_norm_(self._trained.values(), self._max_grad_norm or float("inf"))
+        gradient = {name: parameter.grad.clone() for name, parameter in self._trained.items()}
         lr = self._optimizer.param_groups[0]["lr"]
         self._optimizer.step()
         self._scheduler.step()
         self._optimizer.zero_grad()
-        change = {name: parameter.detach() - before[name] for name, parameter in self.model.named_parameters()}
+        change = {name: parameter.detach() - before[name] for name, parameter in self._trained.items()}
         return Update(metrics, gradient, change, float(norm), lr)
 
 

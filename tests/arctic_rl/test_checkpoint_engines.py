@@ -21,6 +21,7 @@ from tests.end_to_end.recipes import byte_tokenizer
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 STAGES = (0, 2, 3)
+ONE_OF_EACH_STAGE = ((0, 1), (2, 2), (3, 2))
 STOPS = {2: "at an epoch's end", 3: "in mid-epoch"}
 
 
@@ -90,8 +91,8 @@ def share(folder):
     return tensors, lists
 
 
-def assert_same_checkpoint(ours, theirs):
-    for part in ("policy", "ref"):
+def assert_same_checkpoint(ours, theirs, parts=("policy", "ref")):
+    for part in parts:
         (tensors, lists), (expected, expected_lists) = share(ours / part), share(theirs / part)
         assert lists == expected_lists
         assert tensors.keys() == expected.keys()
@@ -104,7 +105,7 @@ def assert_same_checkpoint(ours, theirs):
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_resumed_run_is_the_run_that_was_not_stopped(tmp_path, models, processes, loop, stage, dtype):
-    if dtype == "bfloat16" and (stage, processes.world_size) not in ((0, 1), (2, 2), (3, 2)):
+    if dtype == "bfloat16" and (stage, processes.world_size) not in ONE_OF_EACH_STAGE:
         pytest.skip("one number of ranks a stage will do")
     more = (f"trainer.bf16={dtype == 'bfloat16'}", "trainer.update_ref_every_epoch=true")
     overrides = settings(models, processes.world_size, stage, *more)
@@ -121,6 +122,75 @@ def test_a_resumed_run_is_the_run_that_was_not_stopped(tmp_path, models, process
         assert rest.lines == whole.lines[2 * stop :]
         assert len(recording) == STEPS, "no other prompts were asked for"
         assert_same_checkpoint(*(at / "checkpoints" / f"global_step_{STEPS}" for at in (folder, tmp_path / "whole")))
+
+
+def adapters(models, world_size, stage, *more):
+    """Of the base model, which is the reference too."""
+    lora = ("rank=4", "alpha=12", "exclude_modules=[k_proj]")
+    reference = f"trainer.ref.model.path={models}/policy"
+    return settings(models, world_size, stage, *(f"trainer.policy.model.lora.{it}" for it in lora), reference, *more)
+
+
+def own_log_probs(model, batch):
+    with torch.no_grad():
+        return action_log_probs(model.eval(), batch, 1.0)[0][batch["response_mask"].bool()]
+
+
+def dispatched(done, model, batch):
+    rows = done.trainer.dispatch.forward(model, batch).loss_fn_outputs
+    return torch.tensor([row["logprobs"] for row in rows])[batch["response_mask"].bool()]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_adapters_resume_are_exported_and_leave_the_reference_as_it_is(tmp_path, models, processes, loop, stage):
+    """With dropout, whose draws depend on the random state that comes back."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    if (stage, processes.world_size) not in ONE_OF_EACH_STAGE:
+        pytest.skip("one number of ranks a stage will do")
+    more = ("trainer.policy.model.lora.dropout=0.1", f"trainer.hf_save_interval={STEPS}")
+    overrides = adapters(models, processes.world_size, stage, *more)
+    cfg = config(tmp_path / "whole", *overrides)
+    assert backend_of(cfg, processes)._specs["ref"] is None, "no second model"
+    recording = {}
+    whole = train(cfg, processes, loop, recording)
+    batch = rollout_batch(6, 3)
+    policy, reference = (dispatched(whole, model, batch) for model in ("policy", "ref"))
+    stop = 3
+    saved = tmp_path / "whole" / "checkpoints" / f"global_step_{stop}"
+    rest = train(config(tmp_path / "rest", *overrides, *resuming(saved)), processes, loop, recording)
+    assert rest.logs == {step: whole.logs[step] for step in range(stop + 1, STEPS + 1)}
+    last = f"checkpoints/global_step_{STEPS}"
+    assert_same_checkpoint(tmp_path / "rest" / last, tmp_path / "whole" / last, parts=("policy",))
+    assert all(".lora_A." in name or ".lora_B." in name for name in assembled(saved / "policy"))
+
+    base = AutoModelForCausalLM.from_pretrained(models / "policy")
+    folder = tmp_path / "whole" / "exports" / f"global_step_{STEPS}" / "policy"
+    merged = AutoModelForCausalLM.from_pretrained(folder)
+    of_base = own_log_probs(base, batch)
+    assert (reference - of_base).abs().max() < 1e-5
+    assert (policy - of_base).abs().max() > 1e-3
+    assert (policy - own_log_probs(merged, batch)).abs().max() < 1e-5
+    alone = PeftModel.from_pretrained(base, folder / "lora_adapter")
+    assert (policy - own_log_probs(alone, batch)).abs().max() < 1e-5
+
+    other = config(tmp_path / "other", *overrides, "trainer.policy.model.lora.alpha=13", *resuming(saved))
+    with pytest.raises(CheckpointError, match=r"lora\.alpha=13: .*were trained with 12"):
+        train(other, processes, loop, recording)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_reference_that_follows_adapters_is_a_model_of_its_own(tmp_path, models, processes, loop, stage):
+    if (stage, processes.world_size) not in ONE_OF_EACH_STAGE:
+        pytest.skip("one number of ranks a stage will do")
+    more = ("trainer.update_ref_every_epoch=true", "trainer.max_training_steps=1")
+    done = train(config(tmp_path, *adapters(models, processes.world_size, stage, *more)), processes, loop, {})
+    batch = rollout_batch(6, 3)
+    policy, before = (dispatched(done, model, batch) for model in ("policy", "ref"))
+    assert (policy - before).abs().max() > 1e-3
+    done.trainer.update_ref_with_policy()
+    assert (policy - dispatched(done, "ref", batch)).abs().max() < 1e-5
 
 
 def made_up_share(folder, model, ranks, seed=5):

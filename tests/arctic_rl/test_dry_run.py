@@ -170,7 +170,7 @@ SHAPES = {
             "trainer.critic.optimizer_config.lr=2e-5",
             "trainer.critic_mini_batch_size=24",
         ],
-        ["trainer.policy.model.lora.rank=16"],
+        [],
     ),
     "fully asynchronous": (
         [

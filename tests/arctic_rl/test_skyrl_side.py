@@ -85,7 +85,7 @@ class TestParsing:
 
 
 REFUSED = {
-    "trainer.policy.model.lora.rank": "8",
+    "trainer.policy.model.lora.rank": "-8",
     "trainer.ref.language_model_only": "true",
     "trainer.mtp.enabled": "true",
     "generator.vision_language_generator": "true",
@@ -114,7 +114,7 @@ class TestRefusals:
 
     def test_all_are_reported_at_once(self):
         cfg = parse(
-            "trainer.policy.model.lora.rank=8",
+            "trainer.policy.inference_only_init=true",
             "generator.vision_language_generator=true",
             "trainer.mtp.enabled=true",
         )

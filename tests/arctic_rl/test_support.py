@@ -138,6 +138,7 @@ def contexts():
     return {
         "fsdp": parse_config(BASE),
         "megatron": parse_config([*BASE, "trainer.strategy=megatron"]),
+        "adapters": parse_config([*BASE, "trainer.strategy=megatron", "trainer.policy.model.lora.rank=8"]),
     }
 
 
@@ -187,6 +188,8 @@ def changed(recipe, setting, value=None):
 def context_of(setting, recipes):
     if setting.startswith("trainer.critic."):
         return changed(recipes["fsdp"], "trainer.critic.model.path")
+    if "lora" in setting:
+        return recipes["adapters"]
     return recipes["megatron" if "megatron_config" in setting else "fsdp"]
 
 
@@ -221,14 +224,14 @@ class TestRefused:
             [
                 *BASE,
                 "generator.vision_language_generator=true",
-                "trainer.policy.model.lora.rank=8",
+                "trainer.policy.inference_only_init=true",
                 "trainer.policy.model.path=a/model",
                 "trainer.mtp.enabled=true",
             ]
         )
         names = [line.split("=")[0] for line in refusals(cfg)]
         assert names == [
-            "trainer.policy.model.lora.rank",
+            "trainer.policy.inference_only_init",
             "trainer.mtp.enabled",
             "generator.vision_language_generator",
         ]

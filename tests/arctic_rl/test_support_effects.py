@@ -12,6 +12,7 @@ from integrations.arctic_rl.support.entries import EFFECT_TESTS, Honoured
 from tests.arctic_rl.support_artefacts import artefacts
 
 BASE = ["trainer.logger=console", "trainer.algorithm.use_kl_loss=false"]
+LORA = ["trainer.policy.model.lora.rank=8"]
 KL = ["trainer.algorithm.use_kl_loss=true"]
 CRITIC = ["trainer.critic.model.path=some/critic"]
 CORRECTION = "trainer.algorithm.off_policy_correction"
@@ -40,6 +41,12 @@ EFFECTS = {
     "trainer.micro_forward_batch_size_per_gpu": (3,),
     "trainer.max_tokens_per_microbatch": (77,),
     "trainer.policy.model.path": ("some/model",),
+    "trainer.policy.model.lora.rank": (3,),
+    "trainer.policy.model.lora.alpha": (3, *LORA),
+    "trainer.policy.model.lora.dropout": (0.3, *LORA),
+    "trainer.policy.model.lora.target_modules": (["q_proj"], *LORA),
+    "trainer.policy.model.lora.exclude_modules": (["q_proj"], *LORA),
+    "trainer.policy.model.lora.init_method": ("gaussian", *LORA),
     "trainer.policy.optimizer_config.lr": (3.5e-4,),
     "trainer.policy.optimizer_config.adam_betas": ([0.8, 0.88],),
     "trainer.policy.optimizer_config.weight_decay": (0.37,),

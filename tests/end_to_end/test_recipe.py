@@ -1,5 +1,6 @@
 """Real recipes through SkyRL's own entry module: Ray, DeepSpeed, vLLM and the scoring pool, all of them real."""
 
+import json
 import os
 import shutil
 import signal
@@ -78,8 +79,8 @@ def test_two_ranks_two_engines_and_a_reference_model_from_a_folder_of_decoys(tmp
     assert (tmp_path / "checkpoints" / "latest_ckpt_global_step.txt").read_text() == "2"
 
 
-def test_a_loss_of_the_users_own(tmp_path):
-    """examples/custom_loss.py named in the recipe, inside the KL term, with log-probs from existing logits."""
+def test_adapters_under_a_loss_of_the_users_own(tmp_path):
+    """LoRA under examples/custom_loss.py named in the recipe, in the KL term, with log-probs from existing logits."""
     write_inputs(tmp_path)
     shutil.copy(Path(__file__).parents[2] / "examples" / "custom_loss.py", tmp_path)
     changes = {
@@ -88,6 +89,10 @@ def test_a_loss_of_the_users_own(tmp_path):
         "trainer.arctic_rl.loss_config.max_weight": 0.5,
         "trainer.arctic_rl.logits_optimization": "compute",
         "trainer.algorithm.use_kl_loss": True,
+        "trainer.policy.model.lora.rank": 4,
+        "trainer.policy.optimizer_config.lr": 1e-2,
+        "trainer.ckpt_interval": 2,
+        "trainer.hf_save_interval": 2,
     }
     process = start(tmp_path, settings(tmp_path, changes))
     output = finish(process, tmp_path, 400)
@@ -101,7 +106,15 @@ def test_a_loss_of_the_users_own(tmp_path):
             line["policy/policy_loss"] + 0.001 * line["policy/policy_kl"], abs=1e-6
         )
         assert "policy/loss_metrics/clip_ratio" not in line, "the recipe's own policy loss ran"
+        assert line["policy/rollout_train_logprobs_abs_diff_mean"] < 1e-5, "the engine has the adapters too"
     assert logs[0]["policy/policy_kl"] < logs[1]["policy/policy_kl"]
+    assert logs[1]["policy/policy_kl"] > 1e-3
+    workers = {path.stem for path in (tmp_path / "logs" / "workers").glob("*.log")}
+    assert workers == {"policy-0", "sampling-0"}, "the base model is the reference, without a worker of its own"
+    (listing,) = (tmp_path / "checkpoints" / "global_step_2" / "policy").glob("rank-*.json")
+    assert all(".lora_" in piece["name"] for piece in json.loads(listing.read_text())["pieces"])
+    exported = tmp_path / "exports" / "global_step_2" / "policy"
+    assert {"model.safetensors", "lora_adapter", "tokenizer.json"} <= {path.name for path in exported.iterdir()}
 
 
 @pytest.mark.parametrize(

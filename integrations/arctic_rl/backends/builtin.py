@@ -87,7 +87,7 @@ class BuiltinBackend(RemoteBackend):
             "critic": self._config.critic_ranks,
             "ref": self._config.ref_ranks,
         }
-        return ranks[job]
+        return ranks[self._serves(job)]
 
     async def initialize(self, num_training_steps: int, *, critic_training_steps: int = 0) -> None:
         plan = plan_placement(placement_request(self._config), describe_cluster())
@@ -272,6 +272,10 @@ class BuiltinBackend(RemoteBackend):
         if self._run_dir is not None:
             shutil.rmtree(self._run_dir, ignore_errors=True)
 
+    def _serves(self, job: str) -> str:
+        """The job whose workers serve a model: the policy's without adapters are a reference model without its own."""
+        return "policy" if job == "ref" and self._config.reference is None else job
+
     def _names(self, job: str) -> list[str]:
         return [name for name in self._actors if name.rsplit("-", 1)[0] == job]
 
@@ -324,16 +328,22 @@ class BuiltinBackend(RemoteBackend):
     ) -> tuple[RankPlan, list[dict]]:
         meta = dict(meta)
         max_tokens = meta.pop("max_token_len_per_gpu")
-        names = self._names(job)
-        if job not in self._sharing:
-            self._sharing[job] = await self._call(names[0], "sharing_cost")
-        cost, can_share = self._sharing[job]
+        server = self._serves(job)
+        names = self._names(server)
+        if server not in self._sharing:
+            self._sharing[server] = await self._call(names[0], "sharing_cost")
+        cost, can_share = self._sharing[server]
         plan = plan_ranks(batch, len(names), cost, shared=can_share and meta["zorro_train_enable"] is not False)
         shards = plan.split(batch)
         bodies = await asyncio.gather(*(asyncio.to_thread(encode, {}, shard) for shard in shards))
         calls = {
             name: self._actors[name].run_rows.remote(
-                rows, meta, processing, backward=backward, max_tokens_per_mb=max_tokens
+                rows,
+                meta,
+                processing,
+                backward=backward,
+                max_tokens_per_mb=max_tokens,
+                base_only=server != job,
             )
             for name, rows in zip(names, bodies, strict=True)
         }

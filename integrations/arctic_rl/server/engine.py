@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import ArcticError, PackingError, UnsupportedError
+from .lora import Weight, adapter_parameters, add_adapters, model_weights
 from .model_config import load_model_config
 from .specs import OptimizerSpec, TrainingSpec
 
@@ -71,6 +72,9 @@ def load_model(spec: TrainingSpec) -> PreTrainedModel:
         model.gradient_checkpointing_enable(
             gradient_checkpointing_kwargs={"use_reentrant": spec.gradient_checkpointing_use_reentrant}
         )
+        if spec.lora is not None:
+            # Reentrant checkpointing has no gradient where no input of a layer needs one.
+            model.enable_input_require_grads()
     model.config.use_cache = False
     return model
 
@@ -98,6 +102,8 @@ def _pretrained(spec: TrainingSpec, attention: str) -> PreTrainedModel:
             f"own, which has no {attention!r}, so its rows cannot share prompts, nor be packed on {spec.device!r}; "
             "write a model on transformers' attention interface, as the Qwen, Llama and Mistral families are"
         ) from error
+    if spec.lora is not None:
+        add_adapters(model, spec.lora, spec.seed)
     return model.to(spec.device)
 
 
@@ -135,8 +141,12 @@ def deepspeed_config(spec: TrainingSpec) -> dict[str, Any]:
 
 
 def build_optimizer(model: torch.nn.Module, spec: OptimizerSpec) -> torch.optim.AdamW:
-    """AdamW over all parameters in one group, as SkyRL's FSDP strategy builds it."""
-    return torch.optim.AdamW(model.parameters(), lr=spec.lr, betas=spec.betas, weight_decay=spec.weight_decay)
+    """AdamW over all parameters that are trained in one group, as SkyRL's FSDP strategy builds it."""
+    return torch.optim.AdamW(_trained(model), lr=spec.lr, betas=spec.betas, weight_decay=spec.weight_decay)
+
+
+def _trained(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
 def initialize_engine(model: PreTrainedModel, spec: TrainingSpec) -> tuple[Any, torch.optim.AdamW]:
@@ -182,7 +192,7 @@ def _undo_trial_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -
     """
     optimizer.state.clear()
     with torch.no_grad():
-        for master, parameter in zip(optimizer.param_groups[0]["params"], model.parameters(), strict=True):
+        for master, parameter in zip(optimizer.param_groups[0]["params"], _trained(model), strict=True):
             master.copy_(parameter)
 
 
@@ -200,31 +210,46 @@ class InferenceEngine:
 
 
 def full_parameters(engine: Any, zero_stage: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names and full, detached tensors of all parameters, tied ones once.
+    """Names and full, detached tensors of all parameters of the Hugging Face model, tied ones once.
 
-    Every rank must run the iteration to its end: with ZeRO stage 3 each bucket of at most ``GATHER_BYTES`` is a
-    collective call, and what is yielded is only valid until the next pair is asked for.
+    Adapters are merged into the weights, which are float32 then (``lora.Weight``). Every rank must run the iteration
+    to its end: with ZeRO stage 3 each bucket of at most ``GATHER_BYTES`` is a collective call, and what is yielded is
+    only valid until the next pair is asked for.
     """
     import deepspeed
 
-    for bucket in _buckets(list(engine.module.named_parameters())):
-        parameters = [parameter for _, parameter in bucket]
+    for bucket in _buckets(model_weights(engine.module)):
+        parameters = [parameter for weight in bucket for parameter in weight.parameters]
         gathered = deepspeed.zero.GatheredParameters(parameters) if zero_stage == 3 else nullcontext()
         with gathered:
-            for name, parameter in bucket:
-                yield name, parameter.detach()
+            for weight in bucket:
+                yield weight.name, weight.value()
 
 
-def _buckets(named: list[tuple[str, torch.nn.Parameter]]) -> Iterator[list[tuple[str, torch.nn.Parameter]]]:
-    bucket: list[tuple[str, torch.nn.Parameter]] = []
+def full_adapters(engine: Any, zero_stage: int) -> dict[str, torch.Tensor]:
+    """Copies of the adapters' parameters, whole, by their names in a file of ``peft``'s; every rank must call it."""
+    import deepspeed
+
+    parameters = adapter_parameters(engine.module)
+    if not parameters:
+        return {}
+    with deepspeed.zero.GatheredParameters(list(parameters.values())) if zero_stage == 3 else nullcontext():
+        return {name: parameter.detach().to("cpu", copy=True) for name, parameter in parameters.items()}
+
+
+def _buckets(weights: list[Weight]) -> Iterator[list[Weight]]:
+    bucket: list[Weight] = []
     size = 0
-    for name, parameter in named:
-        numel = parameter.ds_numel if hasattr(parameter, "ds_numel") else parameter.numel()
-        bytes_ = numel * parameter.element_size()
+    for weight in weights:
+        bytes_ = sum(_numel(parameter) * parameter.element_size() for parameter in weight.parameters)
         if bucket and size + bytes_ > GATHER_BYTES:
             yield bucket
             bucket, size = [], 0
-        bucket.append((name, parameter))
+        bucket.append(weight)
         size += bytes_
     if bucket:
         yield bucket
+
+
+def _numel(parameter: torch.nn.Parameter) -> int:
+    return parameter.ds_numel if hasattr(parameter, "ds_numel") else parameter.numel()

@@ -27,7 +27,8 @@ def export_model(
 
     Every rank must call it; rank 0 holds the whole model in memory and writes. The weights are those that the model
     computes with, in their dtype: in a bfloat16 run those that training used and the engines were given, not the
-    optimizer's float32 ones. Tied weights are written once, under names of the Hugging Face hub.
+    optimizer's float32 ones. Tied weights are written once, under names of the Hugging Face hub. Adapters are merged
+    into the weights, and stand in a folder of their own beside them (``lora.EXPORT_FOLDER``), which ``peft`` loads.
 
     Args:
         engine: a DeepSpeed engine around a ``transformers`` model.
@@ -40,14 +41,15 @@ def export_model(
     Raises:
         CheckpointError: the folder could not be written, with the system's reason.
     """
-    from .engine import full_parameters
+    from .engine import full_adapters, full_parameters
 
-    weights = {}
+    weights, dtype = {}, next(engine.module.parameters()).dtype
     for name, value in full_parameters(engine, zero_stage):
         if rank == 0:
-            weights[name] = value.cpu().clone()
+            weights[name] = value.to("cpu", dtype, copy=True)
+    adapters = full_adapters(engine, zero_stage)
     if rank == 0:
-        _write(engine.module, weights, model_path, model_config, Path(directory))
+        _write(engine.module, weights, adapters, model_path, model_config, Path(directory))
 
 
 def _files_of(model_path: str) -> list[Path]:
@@ -59,12 +61,18 @@ def _files_of(model_path: str) -> list[Path]:
 
 
 def _write(
-    model: Any, weights: dict[str, Any], model_path: str, model_config: Mapping[str, Any], folder: Path
+    model: Any,
+    weights: dict[str, Any],
+    adapters: dict[str, Any],
+    model_path: str,
+    model_config: Mapping[str, Any],
+    folder: Path,
 ) -> None:
     from safetensors import SafetensorError
     from transformers import GenerationConfig
 
     from .checkpoint import persistent_buffers, sync_file
+    from .lora import EXPORT_FOLDER, write_adapters
     from .model_config import load_model_config
 
     config = load_model_config(model_path, model_config)
@@ -83,7 +91,9 @@ def _write(
         (folder / _GENERATION).unlink(missing_ok=True)
         for file in _files_of(model_path):
             shutil.copy(file, folder)
-        for file in folder.iterdir():
+        if adapters:
+            write_adapters(model, adapters, model_path, folder / EXPORT_FOLDER)
+        for file in folder.rglob("*"):
             sync_file(file)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(

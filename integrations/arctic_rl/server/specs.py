@@ -30,6 +30,32 @@ class OptimizerSpec:
     """Where a recipe writes these settings, for messages."""
 
 
+INIT_METHODS = ("kaiming", "gaussian", "orthogonal")
+"""How adapters begin: those of ``peft`` with B A = 0 that leave the base model as it is. The first is its default."""
+
+
+@dataclass(frozen=True)
+class LoraSpec:
+    """Low-rank adapters, trained in place of the model's own weights."""
+
+    rank: int
+    """Rank of every adapter."""
+    alpha: float
+    """An adapter is scaled by alpha / rank."""
+    dropout: float
+    """Probability with which an adapter's inputs are dropped in training."""
+    target_modules: str | tuple[str, ...]
+    """``all-linear``, a regular expression of whole names of layers, or last parts of their names."""
+    exclude_modules: str | tuple[str, ...] | None
+    """Layers without an adapter, a regular expression or last parts of names; None = none."""
+    init_method: str
+    """Initial values, one of ``INIT_METHODS``."""
+    setting: str = "trainer.policy.model.lora"
+    """Where the recipe says so, for messages."""
+    causal_lm: bool = True
+    """Whether the model is a language model, whose LM head ``all-linear`` leaves out."""
+
+
 @dataclass(frozen=True)
 class TrainingSpec:
     """The process group of one model."""
@@ -70,6 +96,8 @@ class TrainingSpec:
     """Of a critic: name of the module that gives its values."""
     fresh_value_head: bool = False
     """Of a critic: draw the value head afresh even where ``model_path`` holds one."""
+    lora: LoraSpec | None = None
+    """Adapters that are trained; None = all weights are."""
 
 
 @dataclass(frozen=True)
@@ -79,13 +107,13 @@ class ServerConfig:
     policy: TrainingSpec
     """The model that is trained."""
     reference: TrainingSpec | None
-    """The reference model of a KL term; None = the recipe uses none."""
+    """The reference model of a KL term; None = the recipe uses none, or the policy without its adapters is the one."""
     sampling: Any
     """The ``SamplingSpec`` of every engine."""
     policy_ranks: int
     """Data-parallel training processes."""
     ref_ranks: int
-    """Processes of the reference model; 0 without one."""
+    """Processes of the reference model; 0 without one of its own."""
     engines: int
     """Sampling engines."""
     max_cpu_workers: int

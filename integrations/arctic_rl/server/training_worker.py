@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -32,6 +33,7 @@ class TrainingWorker:
         self._num_training_steps = 0
         self._profiler: Any = None
         self._asleep = False
+        self._adapter_facts: dict[str, Any] | None = None
 
     def address(self) -> tuple[str, int]:
         """An address at which rank 0 can be met."""
@@ -62,6 +64,7 @@ class TrainingWorker:
         from ..processors.registry import get_loss_fn, import_processor_modules
         from ..processors.skyrl_losses import load_policy_loss
         from .engine import InferenceEngine, initialize_engine, load_model
+        from .lora import adapter_facts
         from .schedule import build_scheduler
 
         os.environ.update(
@@ -80,6 +83,8 @@ class TrainingWorker:
             load_policy_loss(self._spec.policy_loss)
         _init_distributed(self._spec.device)
         model = load_model(self._spec)
+        if self._spec.lora is not None:
+            self._adapter_facts = adapter_facts(model, self._spec.lora)
         if self._spec.role == "ref":
             self._engine = InferenceEngine(model, self._spec.dtype)
             return
@@ -98,34 +103,46 @@ class TrainingWorker:
         outputs = 1 if is_value_model(module) else config.get_text_config().vocab_size
         return cost_model(config, outputs), config._attn_implementation == SHARED_ATTENTION
 
-    def run(self, batch: dict, meta: dict, processing: dict, *, backward: bool, max_tokens_per_mb: int) -> dict:
-        """Run the pipeline on this rank's rows: the result of ``processors.pipeline.run_pipeline``, and
-        ``micro_batches``, how many the rows took."""
+    def run(
+        self,
+        batch: dict,
+        meta: dict,
+        processing: dict,
+        *,
+        backward: bool,
+        max_tokens_per_mb: int,
+        base_only: bool = False,
+    ) -> dict:
+        """Run the pipeline on this rank's rows, with ``base_only`` on the model without its adapters.
+
+        Returns:
+            The result of ``processors.pipeline.run_pipeline``, and ``micro_batches``, how many the rows took.
+        """
         from ..processors.pipeline import run_counted
+        from .lora import adapters_off
 
         self._check_awake()
-        result, micro_batches = run_counted(
-            self._engine,
-            (),
-            batch,
-            meta,
-            processing,
-            self._spec.device,
-            backward=backward,
-            pack=True,
-            max_tokens_per_mb=max_tokens_per_mb,
-            return_tensors=True,
-        )
+        with adapters_off(self._engine.module) if base_only else nullcontext():
+            result, micro_batches = run_counted(
+                self._engine,
+                (),
+                batch,
+                meta,
+                processing,
+                self._spec.device,
+                backward=backward,
+                pack=True,
+                max_tokens_per_mb=max_tokens_per_mb,
+                return_tensors=True,
+            )
         return result | {"micro_batches": micro_batches}
 
-    def run_rows(
-        self, rows: bytes, meta: dict, processing: dict, *, backward: bool, max_tokens_per_mb: int
-    ) -> tuple[dict, bytes | None]:
+    def run_rows(self, rows: bytes, meta: dict, processing: dict, **keywords: Any) -> tuple[dict, bytes | None]:
         """``run`` for rows that travelled (``wire.body``); ``batch`` of the result travels back beside the rest."""
         from ..wire.body import decode, encode_answer
 
         _, batch = decode(rows, max_cells=sys.maxsize)
-        result = self.run(batch, meta, processing, backward=backward, max_tokens_per_mb=max_tokens_per_mb)
+        result = self.run(batch, meta, processing, **keywords)
         outputs = result.pop("batch", None)
         return result, None if outputs is None else encode_answer({}, outputs, batch)
 
@@ -215,6 +232,8 @@ class TrainingWorker:
         facts: dict[str, Any] = {"role": self._spec.role, "random": random_state()}
         if self._spec.role != "ref":
             facts |= {"optimizer_steps": self._scheduler.last_epoch, "settings": self._schedule_settings()}
+        if self._adapter_facts is not None:
+            facts["adapters"] = self._adapter_facts
         write_share(
             directory,
             self._pieces(allocate=False),
@@ -245,6 +264,7 @@ class TrainingWorker:
         """
         from ..random_state import set_random_state
         from .checkpoint import check_fit, load_pieces, persistent_buffers, read_shares, refresh_model, resume_schedule
+        from .lora import check_adapter_facts
 
         shares = read_shares(directory)
         module = self._engine.module
@@ -256,6 +276,8 @@ class TrainingWorker:
             if value.requires_grad or not trained
         }
         check_fit(directory, shapes=shapes, buffers=buffers)
+        if self._spec.lora is not None:
+            check_adapter_facts(directory, shares[0]["adapters"], self._adapter_facts, self._spec.lora.setting)
         load_pieces(directory, self._pieces(allocate=True), buffers)
         outcome: dict[str, Any] = {"same_ranks": len(shares) == self._world_size}
         if trained:

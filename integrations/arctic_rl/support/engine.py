@@ -104,7 +104,7 @@ ENGINE: dict[str, Entry] = under(
         "enable_return_sample_support_set": Refused("the sampler's support is not returned", "write false"),
         "max_num_batched_tokens": ours("tokens of an engine step"),
         "enforce_eager": NoEffect("engines on CPUs always are"),
-        "fully_sharded_loras": PartOf("trainer.policy.model.lora.rank", "no LoRA"),
+        "fully_sharded_loras": NoEffect("adapters reach the engines merged into the weights"),
         "enable_ray_prometheus_stats": NoEffect("engines report nothing to Ray, so there are no vllm/ metrics"),
         "gpu_memory_utilization": _GPUS,
         "offload_kv_for_weight_sync": _GPUS,

@@ -6,6 +6,8 @@ from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from ..reference_model import reference_is_base
+
 Limit = Callable[[str, Any, Any], Iterable[str]]
 """(setting, value, whole config) -> lines that refuse this value."""
 
@@ -128,6 +130,14 @@ def without_reference(cfg: Any) -> str | None:
 
 def without_critic(cfg: Any) -> str | None:
     return None if cfg.trainer.critic.model.path else "no critic"
+
+
+def without_lora(cfg: Any) -> str | None:
+    return None if cfg.trainer.policy.model.lora.rank > 0 else "trainer.policy.model.lora.rank=0"
+
+
+def base_is_reference(cfg: Any) -> str | None:
+    return "the policy without its adapters is the reference model" if reference_is_base(cfg.trainer) else None
 
 
 def without_evaluation(cfg: Any) -> str | None:

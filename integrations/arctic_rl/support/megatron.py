@@ -15,6 +15,7 @@ from .entries import (
     RefusedKeys,
     first_of,
     under,
+    without_lora,
     without_megatron,
     without_reference,
 )
@@ -82,7 +83,7 @@ def _megatron(idle: Idle) -> dict[str, Entry]:
     fp8 = Refused("training in fp8 is not there", "leave it out", idle=idle)
     frozen = Refused("parameters cannot be frozen yet", "write false", idle=idle)
     heads = PartOf("trainer.mtp.enabled", "heads are built with trainer.mtp.enabled only")
-    adapter = PartOf("trainer.policy.model.lora.rank", "no LoRA")
+    adapters = Refused("experts get no adapters of their own", "leave it out", idle=first_of(idle, without_lora))
     return {
         "tensor_model_parallel_size": _LAYOUT,
         "pipeline_model_parallel_size": _LAYOUT,
@@ -107,10 +108,10 @@ def _megatron(idle: Idle) -> dict[str, Entry]:
         "ddp_config.average_in_collective": _KERNELS,
         "hf_export_config.distributed_save": _FILES,
         "hf_export_config.save_every_n_ranks": _FILES,
-        "lora_config.lora_type": adapter,
-        "lora_config.merge_lora": adapter,
-        "lora_config.experts_shared_outer_loras": adapter,
-        "lora_config.normalize_moe_lora": adapter,
+        "lora_config.lora_type": NoEffect("adapters are peft's, one a linear layer, as in SkyRL's fsdp"),
+        "lora_config.merge_lora": NoEffect("adapters always reach the engines merged into the weights"),
+        "lora_config.experts_shared_outer_loras": adapters,
+        "lora_config.normalize_moe_lora": adapters,
         "optimizer_config_kwargs": RefusedKeys(
             "Megatron's optimizer is not run, and this would change the update",
             "write trainer.policy.optimizer_config instead",
@@ -156,6 +157,10 @@ REFERENCE_MEGATRON: dict[str, Entry] = under(
             "ddp_config.overlap_param_gather",
             "ddp_config.average_in_collective",
             "ddp_config.fp8_param_gather",
+            "lora_config.lora_type",
+            "lora_config.merge_lora",
+            "lora_config.experts_shared_outer_loras",
+            "lora_config.normalize_moe_lora",
             "optimizer_config_kwargs",
             "freeze_moe_router",
             "freeze_dsa_indexer",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from ..server.specs import INIT_METHODS
 from .entries import (
     Entry,
     Idle,
@@ -17,13 +18,15 @@ from .entries import (
     shown,
     under,
     without_critic,
+    without_lora,
+    without_megatron,
     without_reference,
 )
 
 _SHARDED = NoEffect("DeepSpeed ZeRO holds the model, see trainer.arctic_rl.zero_stage")
 _SEQUENCE_PARALLEL = NoEffect("every rank is data-parallel here")
 
-_LORA = PartOf("trainer.policy.model.lora.rank", "no LoRA")
+_MERGED = NoEffect("adapters reach the engines merged into the weights")
 _QUANTISED = PartOf("trainer.policy.model.fake_int4_qat.enabled", "no fake quantisation")
 _CRITIC_LORA = PartOf("trainer.critic.model.lora.rank", "no LoRA on a critic")
 
@@ -81,6 +84,51 @@ def _no_critic_of_megatron(setting: str, value: Any, cfg: Any) -> Iterable[str]:
     if value and cfg.trainer.strategy == "megatron":
         why = "SkyRL trains no critic with trainer.strategy=megatron"
         yield refusal(setting, value, why, "write trainer.strategy=fsdp, or leave it out")
+
+
+def _lora_scale(setting: str, value: Any, cfg: Any) -> Iterable[str]:
+    if value <= 0:
+        yield refusal(setting, value, "adapters scaled by 0 or less are not trained", "write a whole number above 0")
+
+
+def _lora_dropout(setting: str, value: Any, cfg: Any) -> Iterable[str]:
+    if not 0 <= value < 1:
+        yield refusal(setting, value, "no probability below 1", "write a number from 0 to below 1")
+
+
+def _lora_rank(setting: str, value: Any, cfg: Any) -> Iterable[str]:
+    if value < 0:
+        yield refusal(setting, value, "no rank", "write 0 to train all weights, or the rank of the adapters")
+
+
+def _lora_init(setting: str, value: Any, cfg: Any) -> Iterable[str]:
+    if value not in INIT_METHODS:
+        why = "the base model would not be the one of the model folder, or adapters are not initialised so by peft"
+        yield refusal(setting, value, why, f"write one of {', '.join(INIT_METHODS)}")
+    elif value == "orthogonal" and cfg.trainer.policy.model.lora.rank % 2:
+        rank = cfg.trainer.policy.model.lora.rank
+        yield refusal(setting, value, f"it needs an even trainer.policy.model.lora.rank, not {rank}", "write kaiming")
+
+
+_POLICY_LORA: dict[str, Entry] = under(
+    "model.lora",
+    {
+        "rank": ours("rank of peft's adapters, which alone are trained; 0 = all weights are", limit=_lora_rank),
+        "alpha": ours("adapters are scaled by alpha / rank", limit=_lora_scale, idle=without_lora),
+        "dropout": ours(
+            "of an adapter's inputs in updates, not in old log-probs, as in SkyRL; prompts are not shared then",
+            limit=_lora_dropout,
+            idle=without_lora,
+        ),
+        "target_modules": ours("layers with an adapter, chosen by peft", idle=without_lora),
+        "exclude_modules": ours("layers without one", idle=without_lora),
+        "init_method": ours("initial values of adapters, by peft", limit=_lora_init, idle=without_lora),
+        "share_expert_adapters": Refused(
+            "experts get no adapters of their own", "leave it out", idle=first_of(without_lora, without_megatron)
+        ),
+        **dict.fromkeys(("lora_sync_path", "sync_mode", "max_loras", "max_cpu_loras"), _MERGED),
+    },
+)
 
 
 def _without_fsdp(cfg: Any) -> str | None:
@@ -154,8 +202,7 @@ POLICY: dict[str, Entry] = under(
     "trainer.policy",
     {
         "model.path": ours("loaded by every training worker and engine"),
-        "model.lora.rank": Refused("LoRA is not there yet", "write 0 to train all weights"),
-        **{f"model.lora.{name}": _LORA for name in _LORA_DETAILS},
+        **_POLICY_LORA,
         "model.fake_int4_qat.enabled": Refused("fake quantisation is not there", "write false"),
         **{f"model.fake_int4_qat.{name}": _QUANTISED for name in _INT4_DETAILS},
         "optimizer_config.lr": ours("AdamW's learning rate at the top of the schedule"),

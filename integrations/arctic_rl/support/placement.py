@@ -4,10 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from .entries import Entry, NoEffect, ours, under, without_critic, without_reference
+from .entries import (
+    Entry,
+    NoEffect,
+    base_is_reference,
+    first_of,
+    ours,
+    under,
+    without_critic,
+    without_reference,
+)
 
 _CHUNKS = NoEffect("log-probs are taken in chunks of the server's own size")
 _MEGATRON_HEAD = NoEffect("how Megatron's LM head is computed, not what")
+_NO_RANKS = first_of(without_reference, base_is_reference)
 _SHARED = NoEffect("processes on CPUs share what they run on")
 
 
@@ -32,8 +42,8 @@ PLACEMENT: dict[str, Entry] = under(
                 "policy_num_gpus_per_node": ours("see policy_num_nodes"),
                 "critic_num_nodes": ours("nodes x GPUs of a node = ranks of the critic", idle=without_critic),
                 "critic_num_gpus_per_node": ours("see critic_num_nodes", idle=without_critic),
-                "ref_num_nodes": ours("nodes x GPUs of a node = ranks of the reference model", idle=without_reference),
-                "ref_num_gpus_per_node": ours("see ref_num_nodes", idle=without_reference),
+                "ref_num_nodes": ours("nodes x GPUs of a node = ranks of the reference model", idle=_NO_RANKS),
+                "ref_num_gpus_per_node": ours("see ref_num_nodes", idle=_NO_RANKS),
             },
         ),
         "strategy": NoEffect("DeepSpeed ZeRO trains, with the optimizer of SkyRL's fsdp, whichever is named"),

@@ -16,7 +16,7 @@ from integrations.arctic_rl.backends.loop_thread import LoopThread
 from integrations.arctic_rl.dispatch import ArcticDispatch
 from integrations.arctic_rl.loss_config import packed_policy_loss, skyrl_metrics
 from integrations.arctic_rl.processors.packing import plan_micro_batches
-from integrations.arctic_rl.server.specs import OptimizerSpec, TrainingSpec
+from integrations.arctic_rl.server.specs import LoraSpec, OptimizerSpec, TrainingSpec
 from integrations.arctic_rl.skyrl_config import parse_config
 from tests.arctic_rl.in_process_backend import InProcessBackend
 from tests.arctic_rl.processors.helpers import tiny_model
@@ -32,6 +32,7 @@ from tests.arctic_rl.skyrl_reference import (
 
 pytestmark = pytest.mark.slow
 
+SEED = 0
 STAGES = (0, 2, 3)
 WORLD_SIZES = (1, 2)
 NO_CLIPPING = 1e9
@@ -160,6 +161,8 @@ class Scenario:
     """Whether the LM head is the embedding."""
     micro_batches_of: int | None = None
     """The ranks whose micro-batches of two rows the policy loss sees; None = one micro-batch."""
+    lora: LoraSpec | None = None
+    """Adapters that are trained; None = all weights are."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,6 +191,18 @@ WARM_UP = Scenario(
     ("plain",) * 6,
     dataclasses.replace(PLAIN, scheduler="constant_with_warmup", num_warmup_steps=4, max_grad_norm=0.0),
 )
+FRESH = LoraSpec(
+    rank=4, alpha=12, dropout=0.0, target_modules="all-linear", exclude_modules=None, init_method="kaiming"
+)
+BOTH_FACTORS = dataclasses.replace(
+    FRESH, target_modules=("q_proj", "v_proj", "up_proj"), exclude_modules=("1.mlp.up_proj",), init_method="orthogonal"
+)
+"""Both A and B have a gradient from the first update on."""
+ADAPTERS_LOSSES = Scenario(("plain", "kl", "entropy, dual clip", "kl, entropy"), WITHOUT_MOMENTUM, lora=BOTH_FACTORS)
+ADAPTERS = {
+    "adapters, reentrant checkpoints": Variant(Scenario(lora=FRESH), (1, 2, 4, 3), checkpointing="reentrant"),
+    "adapters, every term of a loss": Variant(ADAPTERS_LOSSES, (2, 1, 3, 2)),
+}
 VARIANTS = {
     "1, 2, 4 and 3 micro-batches": Variant(Scenario(), (1, 2, 4, 3)),
     "shuffled, checkpointed": Variant(Scenario(), (2, 4, 1, 1), shuffled=True, checkpointing="non-reentrant"),
@@ -201,14 +216,18 @@ LOSS_VARIANTS = {
     )
     for number in (1, 3)
 }
-VARIANTS |= LOSS_VARIANTS | {"2 passes x 2 mini-batches": Variant(TWO_PASSES, (2, 1, 3, 2))}
+VARIANTS |= LOSS_VARIANTS | ADAPTERS | {"2 passes x 2 mini-batches": Variant(TWO_PASSES, (2, 1, 3, 2))}
 OWN_MICRO_BATCHES = {
     world: Variant(Scenario(BEYOND_A_ROW, WITHOUT_MOMENTUM, micro_batches_of=world), (4 // world,) * 3)
     for world in WORLD_SIZES
 }
 OWN = "losses that look beyond a row"
 BFLOAT16 = "bfloat16"
-BFLOAT16_VARIANTS = {BFLOAT16: Variant(PLAIN_UPDATE, (4,), dtype="bfloat16")}
+ADAPTERS_UPDATE = Scenario(("plain",), lora=BOTH_FACTORS)
+BFLOAT16_VARIANTS = {
+    BFLOAT16: Variant(PLAIN_UPDATE, (4,), dtype="bfloat16"),
+    f"{BFLOAT16} adapters": Variant(ADAPTERS_UPDATE, (4,), dtype="bfloat16"),
+}
 SPLIT_VARIANTS = {f"bfloat16 in {n}": Variant(Scenario(("many rows",)), (n,), dtype="bfloat16") for n in (1, 64)}
 VARIANTS_OF = {
     1: (
@@ -216,6 +235,7 @@ VARIANTS_OF = {
         "3, then 1, then 2, then nothing to learn",
         "every loss, 3 micro-batches",
         "2 passes x 2 mini-batches",
+        *ADAPTERS,
     ),
     2: tuple(VARIANTS),
 }
@@ -240,10 +260,10 @@ class Outcome:
         }
         contexts = {world: self._start(world) for world in WORLD_SIZES}
         try:
-            scenarios = {PLAIN_UPDATE, *(variant.scenario for variant in VARIANTS.values())}
+            scenarios = {PLAIN_UPDATE, ADAPTERS_UPDATE, *(variant.scenario for variant in VARIANTS.values())}
             scenarios |= {variant.scenario for variant in OWN_MICRO_BATCHES.values()}
             self.references = {scenario: self.reference(scenario) for scenario in scenarios}
-            self.autocast = self.reference(PLAIN_UPDATE, autocast=True)
+            self.autocast = {of: self.reference(of, autocast=True) for of in (PLAIN_UPDATE, ADAPTERS_UPDATE)}
             self.runs = {
                 (world, *run): steps
                 for world, context in contexts.items()
@@ -259,7 +279,7 @@ class Outcome:
         settings = dataclasses.asdict(scenario.optimizer)
         assert settings.pop("lr_warmup_ratio") is None and settings.pop("min_lr_ratio") is None
         trainer = ReferenceTrainer(
-            copy.deepcopy(self._models[scenario.tied]),
+            with_adapters(copy.deepcopy(self._models[scenario.tied]), scenario.lora),
             **settings,
             num_training_steps=update_runs.HORIZON,
             autocast=autocast,
@@ -329,12 +349,13 @@ class Outcome:
             optimizer=variant.scenario.optimizer,
             gradient_checkpointing=variant.checkpointing is not None,
             gradient_checkpointing_use_reentrant=variant.checkpointing == "reentrant",
-            seed=0,
+            seed=SEED,
             device="cpu",
             threads=1,
             processor_modules=(),
             loss_fn=None,
             policy_loss=packed_policy_loss(self.configs[variant.scenario.mini_batches[-1]]),
+            lora=variant.scenario.lora,
         )
 
     def _payloads(self, variant, world_size):
@@ -357,6 +378,26 @@ class Outcome:
         dispatch = ArcticDispatch(config, backend, self._loop, pad_token_id=PAD_ID, inference_client=None)
         dispatch.forward_backward("policy", batch)
         return update_runs.Payload(*backend.arguments("fwd_bwd")[0])
+
+
+def with_adapters(model, lora):
+    """``peft``'s own model, as SkyRL's FSDP worker builds it right after seeding."""
+    if lora is None:
+        return model
+    from peft import LoraConfig, TaskType, get_peft_model
+
+    torch.manual_seed(SEED)
+    config = LoraConfig(
+        task_type=TaskType.CAUSAL_LM,
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        target_modules=lora.target_modules,
+        exclude_modules=lora.exclude_modules,
+        lora_dropout=lora.dropout,
+        bias="none",
+        init_lora_weights=True if lora.init_method == "kaiming" else lora.init_method,
+    )
+    return get_peft_model(model, config)
 
 
 def micro_batches(batch, config, world_size):
@@ -498,6 +539,21 @@ class TestSteps:
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("world", WORLD_SIZES)
+class TestAdapters:
+    def test_gradient_of_every_tensor(self, outcome, world, stage):
+        for ours, expected in outcome.pairs(world, stage, "adapters, every term of a loss"):
+            assert all(".lora_A." in name or ".lora_B." in name for name in expected.gradient)
+            assert all(values.any() for values in expected.gradient.values())
+            assert worst_tensor(ours["gradient"], expected.gradient) <= 1e-5
+
+    @pytest.mark.parametrize("variant", [*ADAPTERS, f"{BFLOAT16} adapters"])
+    def test_the_base_model_stays_as_it_is(self, outcome, world, stage, variant):
+        assert all(step["frozen"] for step in outcome.runs[world, stage, variant])
+
+
+@pytest.mark.parametrize("variant", BFLOAT16_VARIANTS)
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("world", WORLD_SIZES)
 class TestBfloat16:
     """No further from float32 than twice what PyTorch's own bfloat16 autocast of the reference is.
 
@@ -505,10 +561,10 @@ class TestBfloat16:
     roundings of the same size.
     """
 
-    def test_gradient_weight_change_and_loss(self, outcome, world, stage):
-        (step,) = outcome.runs[world, stage, BFLOAT16]
-        (expected,) = outcome.references[PLAIN_UPDATE]
-        (autocast,) = outcome.autocast
+    def test_gradient_weight_change_and_loss(self, outcome, world, stage, variant):
+        (step,) = outcome.runs[world, stage, variant]
+        scenario = BFLOAT16_VARIANTS[variant].scenario
+        (expected,), (autocast,) = outcome.references[scenario], outcome.autocast[scenario]
         for ours, theirs, right in (
             (step["gradient"], autocast.gradient, expected.gradient),
             (step["change"], autocast.change, expected.change),
@@ -516,8 +572,8 @@ class TestBfloat16:
             assert 1e-4 < distance(ours, right) <= 2 * distance(theirs, right)
             assert worst_tensor(ours, right) <= 2 * worst_tensor(theirs, right)
 
-    def test_the_norm_is_that_of_the_gradient_used(self, outcome, world, stage):
-        (step,) = outcome.runs[world, stage, BFLOAT16]
+    def test_the_norm_is_that_of_the_gradient_used(self, outcome, world, stage, variant):
+        (step,) = outcome.runs[world, stage, variant]
         norm = sum(float(values.norm()) ** 2 for values in step["gradient"].values()) ** 0.5
         assert step["grad_norm"] == pytest.approx(norm, rel=1e-3)
 

@@ -45,7 +45,7 @@ def start(runs: list[Run], world_size: int, folder: Path) -> torch.multiprocessi
 
 def results(context: torch.multiprocessing.ProcessContext, folder: Path) -> dict[str, list[dict[str, Any]]]:
     """Per run, per step: ``loss``, ``metrics``, ``lr``, ``grad_norm``, ``gradient``, ``change``, ``micro_batches``,
-    ``steps`` and ``scheduler_steps`` so far."""
+    ``steps`` and ``scheduler_steps`` so far; ``frozen``, whether what is not trained is what it was, bit for bit."""
     while not context.join():
         pass
     return torch.load(folder / "results.pt", weights_only=False)
@@ -69,7 +69,7 @@ def _take(run: Run, rank: int, world_size: int, port: int, folder: str) -> list[
     engine = worker._engine
     count = _count_backward_calls(engine)
     taken = []
-    before, momentum = _weights(worker), None
+    before, momentum, frozen = _weights(worker), None, _frozen(worker)
     for payload in run.steps:
         meta = dict(payload.meta)
         max_tokens = meta.pop("max_token_len_per_gpu")
@@ -81,6 +81,8 @@ def _take(run: Run, rank: int, world_size: int, port: int, folder: str) -> list[
         step["change"] = {name: after[name] - before[name] for name in after}
         step["gradient"] = _gradient(momentum, momentum_after, run.spec.optimizer.betas[0])
         step |= {"steps": engine.global_steps, "scheduler_steps": worker._scheduler.last_epoch}
+        now = _frozen(worker)
+        step["frozen"] = now.keys() == frozen.keys() and all(torch.equal(now[name], frozen[name]) for name in now)
         before, momentum = after, momentum_after
         taken.append(step)
     return taken
@@ -115,7 +117,7 @@ def _weights(worker: Any) -> dict[str, torch.Tensor]:
     engine = worker._engine
     if engine.zero_optimization_stage() == 0:
         return _of_replicated(worker, lambda parameter: parameter)
-    return {name: safe_get_full_fp32_param(p).clone() for name, p in engine.module.named_parameters()}
+    return {name: safe_get_full_fp32_param(p).clone() for name, p in _trained(worker)}
 
 
 def _state(worker: Any, key: str) -> dict[str, torch.Tensor]:
@@ -124,11 +126,25 @@ def _state(worker: Any, key: str) -> dict[str, torch.Tensor]:
     engine = worker._engine
     if engine.zero_optimization_stage() == 0:
         return _of_replicated(worker, lambda parameter: worker._optimizer.state[parameter][key])
-    return {name: safe_get_full_optimizer_state(p, key).clone() for name, p in engine.module.named_parameters()}
+    return {name: safe_get_full_optimizer_state(p, key).clone() for name, p in _trained(worker)}
+
+
+def _trained(worker: Any) -> list[tuple[str, torch.nn.Parameter]]:
+    return [(name, p) for name, p in worker._engine.module.named_parameters() if p.requires_grad]
+
+
+def _frozen(worker: Any) -> dict[str, torch.Tensor]:
+    """Whole values of the parameters that are not trained, by name."""
+    import deepspeed
+
+    parameters = {name: p for name, p in worker._engine.module.named_parameters() if not p.requires_grad}
+    partitioned = worker._engine.zero_optimization_stage() == 3
+    with deepspeed.zero.GatheredParameters(list(parameters.values()), enabled=partitioned):
+        return {name: parameter.detach().clone() for name, parameter in parameters.items()}
 
 
 def _of_replicated(worker: Any, read: Any) -> dict[str, torch.Tensor]:
     """Of ZeRO stage 0: the optimizer holds the parameters in the module's order, or float32 copies of them."""
-    names = [name for name, _ in worker._engine.module.named_parameters()]
+    names = [name for name, _ in _trained(worker)]
     held = worker._optimizer.param_groups[0]["params"]
     return {name: read(parameter).detach().clone() for name, parameter in zip(names, held, strict=True)}
