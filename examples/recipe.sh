@@ -8,11 +8,12 @@
 #
 # Sets: PYTHON, run_dir, smoke (overrides that shrink the recipe; empty without SMOKE) and launcher (empty, or the
 # module that puts a recipe's own entry module on this project's server). Works from the project's folder, so write
-# absolute paths.
+# absolute paths in overrides and DATA.
 set -euo pipefail
 
 project_root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
-run_dir="${RUNS:-$PWD/runs}/$(basename "$0" .sh)"
+run_dir="$(realpath -m "${RUNS:-runs}")/$(basename "$0" .sh)"
+cache="$(realpath -m "${ARCTIC_RL_CACHE:-$HOME/.cache/skyrl-arctic-rl/quickstart}")"
 cd "$project_root"
 
 smoke=() launcher=() makes_data=1
@@ -22,7 +23,6 @@ if [ "${SMOKE:-0}" = 1 ]; then
         install_project
     fi
     export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
-    cache="${ARCTIC_RL_CACHE:-$HOME/.cache/skyrl-arctic-rl/quickstart}"
     "$PYTHON" -m examples.smoke --cache_dir "$cache" --env_class "${smoke_env:-bird}"
     MODEL="$cache/model-0" DATA="$cache/data-0${smoke_env:+-$smoke_env}"
     smoke_text="$("$PYTHON" -m examples.smoke)"
