@@ -409,10 +409,37 @@ def test_a_value_that_is_refused_is_not_said_to_have_no_effect_too():
     assert [line.split(": ")[0] for line in findings.ignored] == ["trainer.flash_attn=false"]
 
 
-def test_a_check_of_skyrls_that_fails_to_compute_names_what_it_computes_with():
-    _, findings = inspected(["trainer.policy.sequence_parallel_size=2"])
+SKYRLS = {
+    "trainer.policy_mini_batch_size=7": ("trainer.train_batch_size=1024 or trainer.policy_mini_batch_size=7",),
+    "trainer.policy_mini_batch_size=2048": (
+        "cfg.trainer.train_batch_size >= cfg.trainer.policy_mini_batch_size does not hold",
+        "change trainer.train_batch_size=1024 or trainer.policy_mini_batch_size=2048",
+    ),
+    "trainer.policy.sequence_parallel_size=2": ("modulo by zero", "trainer.policy.sequence_parallel_size=2"),
+    "trainer.algorithm.use_kl_in_reward=true": (
+        "change trainer.algorithm.use_kl_in_reward=true or trainer.algorithm.use_kl_loss=true",
+    ),
+    "trainer.placement.policy_num_gpus_per_node=2": (
+        "trainer.placement.policy_num_gpus_per_node=2",
+        "generator.inference_engine.num_engines=1",
+    ),
+    "trainer.max_training_steps=0": ("change trainer.max_training_steps=0",),
+    "generator.max_input_length=99": ("generator.max_input_length=99 or trainer.max_prompt_length=512",),
+    "trainer.placement.colocate_all=true generator.inference_engine.num_engines=4": (
+        "generator.inference_engine.num_engines=4",
+        "change trainer.placement.colocate_all=true or",
+    ),
+    "trainer.sequence_parallel_backend=ring": ("change trainer.sequence_parallel_backend=ring",),
+}
+"""A recipe that SkyRL itself refuses, and what of the settings behind that is told."""
+
+
+@pytest.mark.parametrize("override", SKYRLS)
+def test_a_check_of_skyrls_is_told_with_the_settings_behind_it(override):
+    _, findings = inspected(override.split())
     (line,) = findings.refused
-    assert "modulo by zero" in line and "trainer.policy_mini_batch_size=256" in line and "cannot be computed" in line
+    assert line.startswith("SkyRL's own check: ")
+    assert all(part in line for part in SKYRLS[override]), line
 
 
 class TestPlacement:

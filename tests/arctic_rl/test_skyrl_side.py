@@ -300,8 +300,8 @@ FOUND = {
     "generator.eval_n_samples_per_prompt=0": "generator.eval_n_samples_per_prompt=0 must be a whole number",
     "trainer.algorithm.policy_loss_type=mine": "'mine' is not registered",
     "generator.inference_engine.engine_init_kwargs={max_model_len: abc}": "max_model_len=abc is not a whole number",
-    "trainer.policy_mini_batch_size=2048": "trainer.train_batch_size=1024 and trainer.policy_mini_batch_size=2048",
-    "trainer.train_batch_size=4": "trainer.train_batch_size=4 and trainer.policy_mini_batch_size=256",
+    "trainer.policy_mini_batch_size=2048": "trainer.train_batch_size=1024 or trainer.policy_mini_batch_size=2048",
+    "trainer.train_batch_size=4": "trainer.train_batch_size=4 or trainer.policy_mini_batch_size=256",
 }
 
 
