@@ -1,6 +1,9 @@
 """Which groups go together into a micro-batch, and which to a rank. A shared prefix counts once for each."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import compress
 
 import numpy as np
 
@@ -11,11 +14,8 @@ from .layout import num_shared_tokens
 
 __all__ = ["balance_ranks", "local_groups", "plan_shared_micro_batches"]
 
-_MOST_MOVES = 1000
-"""Improvements of a balance that are made at most."""
-
-_CLOSE_ENOUGH = 1.01
-"""Highest load over the mean at which a balance is left as it is."""
+_STEP = 0.002
+"""How closely the lowest load that ranks can be filled to is looked for, as a share of the mean load."""
 
 
 def plan_shared_micro_batches(
@@ -53,10 +53,12 @@ def local_groups(groups: Sequence[RowGroup]) -> tuple[list[int], list[RowGroup]]
 def balance_ranks(
     groups: Sequence[RowGroup], lengths: Sequence[int], scored: Sequence[int], cost: CostModel, num_ranks: int
 ) -> list[list[int]]:
-    """Share rows among ranks so that their estimated costs are close: longest processing time first, then moves.
+    """Share rows among ranks so that the highest of their estimated costs is low.
 
-    Groups stay whole unless taking some rows of one to another rank, with a second copy of its prefix, brings the
-    slowest rank down.
+    Ranks are filled up to a limit, and the lowest limit at which all rows find a place is looked for by bisection, as
+    in Hochbaum and Shmoys, "Using dual approximation algorithms for scheduling problems" (1987). Groups come by
+    falling cost, each to the fullest rank that has room for it; one that no rank has room for is cut, with a copy of
+    its prefix on every rank that gets a part.
 
     Args:
         groups: of :func:`find_groups`.
@@ -69,99 +71,84 @@ def balance_ranks(
     """
     if num_ranks > (num_rows := sum(len(group.rows) for group in groups)):
         raise ValueError(f"{num_rows} rows cannot be shared by {num_ranks} ranks")
-    balance = _Balance(groups, lengths, scored, cost)
-    ranks = balance.longest_first(num_ranks)
-    for _ in range(_MOST_MOVES):
-        if not balance.improve(ranks):
-            break
-    return [sorted(row for rows in rank.values() for row in rows) for rank in ranks]
+    whole = [_part(group, lengths, scored, cost) for group in groups]
+    whole.sort(key=lambda part: -part.cost)
+    mean = sum(part.cost for part in whole) / num_ranks
+    low, width = max([mean, *(part.prefix + part.suffixes[0] for part in whole)]), _STEP * mean
+    while (ranks := _fill(whole, low + width, num_ranks)) is None:
+        low, width = low + width, 2 * width
+    while width > _STEP * mean:
+        width /= 2
+        closer = _fill(whole, low + width, num_ranks)
+        low, ranks = (low + width, ranks) if closer is None else (low, closer)
+    _leave_none_empty(ranks)
+    return [sorted(row for part in rank for row in part.rows) for rank in ranks]
 
 
-Rank = dict[int, list[int]]
-"""Rows on a rank by the number of their group."""
+@dataclass(frozen=True)
+class _Part:
+    """Rows of a group on one rank, by falling cost of what follows the prefix."""
+
+    prefix: float
+    """Cost of the prefix."""
+    rows: tuple[int, ...]
+    suffixes: tuple[float, ...]
+    """Cost of each row's tokens after the prefix."""
+
+    @cached_property
+    def cost(self) -> float:
+        return self.prefix + sum(self.suffixes)
+
+    def take(self, kept: Sequence[bool]) -> "_Part":
+        return _Part(self.prefix, tuple(compress(self.rows, kept)), tuple(compress(self.suffixes, kept)))
 
 
-class _Balance:
-    """Costs of the rows of a call, and moves between ranks that lower the highest."""
+def _part(group: RowGroup, lengths: Sequence[int], scored: Sequence[int], cost: CostModel) -> _Part:
+    suffixes = {row: suffix_cost(cost, group.shared, int(lengths[row]), int(scored[row])) for row in group.rows}
+    rows = tuple(sorted(group.rows, key=lambda row: -suffixes[row]))
+    return _Part(prefix_cost(cost, group.shared), rows, tuple(suffixes[row] for row in rows))
 
-    def __init__(self, groups: Sequence[RowGroup], lengths: Sequence[int], scored: Sequence[int], cost: CostModel):
-        self._groups = groups
-        self._prefix = [prefix_cost(cost, group.shared) for group in groups]
-        self._suffix = {
-            row: suffix_cost(cost, group.shared, int(lengths[row]), int(scored[row]))
-            for group in groups
-            for row in group.rows
-        }
 
-    def longest_first(self, num_ranks: int) -> list[Rank]:
-        """Parts of falling cost, each to the rank that has least; groups are cut only where ranks would stay empty."""
-        parts = [(number, list(group.rows)) for number, group in enumerate(self._groups)]
-        while len(parts) < num_ranks:
-            widest = max(range(len(parts)), key=lambda place: len(parts[place][1]))
-            number, rows = parts[widest]
-            half = len(rows) // 2
-            parts[widest : widest + 1] = [(number, rows[:half]), (number, rows[half:])]
-        parts.sort(key=lambda part: -self._cost(*part))
-        ranks: list[Rank] = [{} for _ in range(num_ranks)]
-        loads = np.zeros(num_ranks)
-        for place, (number, rows) in enumerate(parts):
-            empty = num_ranks - place - 1 < int((loads == 0).sum())
-            target = int(np.where(loads == 0, loads, np.inf if empty else loads).argmin())
-            _add(ranks[target], number, rows)
-            loads[target] = self._load(ranks[target])
-        return ranks
+def _fill(parts: Sequence[_Part], limit: float, num_ranks: int) -> list[list[_Part]] | None:
+    """Ranks filled to at most ``limit``; None if some row finds no place."""
+    free = np.full(num_ranks, limit)
+    ranks: list[list[_Part]] = [[] for _ in range(num_ranks)]
+    for part in parts:
+        left: _Part | None = part
+        has_none = np.ones(num_ranks, dtype=bool)
+        while left is not None:
+            fits = has_none & (free >= left.cost)
+            if fits.any():
+                target, given, left = int(np.where(fits, free, np.inf).argmin()), left, None
+            else:
+                target = int(np.where(has_none, free, -np.inf).argmax())
+                kept, room = [], free[target] - left.prefix
+                for suffix in left.suffixes:
+                    kept.append(bool(has_none[target]) and suffix <= room)
+                    room -= suffix if kept[-1] else 0.0
+                if not any(kept):
+                    return None
+                given, left = left.take(kept), left.take([not taken for taken in kept])
+            has_none[target] = False
+            free[target] -= given.cost
+            ranks[target].append(given)
+    return ranks
 
-    def improve(self, ranks: list[Rank]) -> bool:
-        """Make the best move off the rank with the highest load; False if none is left, or none is worth it."""
-        loads = np.array([self._load(rank) for rank in ranks])
-        slowest = int(loads.argmax())
-        if loads[slowest] <= loads.mean() * _CLOSE_ENOUGH:
-            return False
-        best, best_load = None, loads[slowest] * (1 - 1e-9)
-        for target in np.argsort(loads, kind="stable")[: min(4, len(ranks) - 1)].tolist():
-            slow, fast, gap = ranks[slowest], ranks[target], loads[slowest] - loads[target]
-            for given, taken, lost, gained in (self._exchange(slow, fast, gap), *self._cuts(slow, fast, gap)):
-                load = max(loads[slowest] - lost, loads[target] + gained)
-                if load < best_load:
-                    best, best_load = (target, given, taken), load
-        if best is None:
-            return False
-        target, given, taken = best
-        _move(ranks[slowest], ranks[target], *given)
-        if taken is not None:
-            _move(ranks[target], ranks[slowest], *taken)
-        return True
 
-    def _exchange(self, slow: Rank, fast: Rank, gap: float) -> tuple:
-        """One whole part given, for another or for nothing, so that the two ranks come closest."""
-        costs = np.array([self._cost(*part) for part in slow.items()])
-        back = np.array([*(self._cost(*part) for part in fast.items()), 0.0])
-        if len(slow) == 1:
-            back[-1] = np.inf
-        out, into = np.unravel_index(np.abs(costs[:, None] - back - gap / 2).argmin(), (len(costs), len(back)))
-        change = costs[out] - back[into]
-        given, taken = list(slow.items())[out], [*fast.items(), None][into]
-        return given, taken, change, change
-
-    def _cuts(self, slow: Rank, fast: Rank, gap: float) -> list[tuple]:
-        """Some rows of a part given, about half the difference; one proposal a part that has several rows."""
-        moves = []
-        for number, rows in slow.items():
-            copy = 0.0 if number in fast else self._prefix[number]
-            given, moved = [], 0.0
-            for row in sorted(rows, key=self._suffix.__getitem__, reverse=True) if copy < gap else ():
-                if 2 * (moved + self._suffix[row]) + copy <= gap and len(given) < len(rows) - 1:
-                    given.append(row)
-                    moved += self._suffix[row]
-            if given:
-                moves.append(((number, given), None, moved, moved + copy))
-        return moves
-
-    def _cost(self, number: int, rows: Sequence[int]) -> float:
-        return self._prefix[number] + sum(self._suffix[row] for row in rows)
-
-    def _load(self, rank: Rank) -> float:
-        return sum(self._cost(*part) for part in rank.items())
+def _leave_none_empty(ranks: list[list[_Part]]) -> None:
+    """Give every rank without rows some of the most loaded rank that has several."""
+    for rank in ranks:
+        if rank:
+            continue
+        several = [other for other in ranks if sum(len(part.rows) for part in other) > 1]
+        giver = max(several, key=lambda other: sum(part.cost for part in other))
+        part = giver.pop()
+        if giver:
+            rank.append(part)
+            continue
+        first = [place % 2 == 0 for place in range(len(part.rows))]
+        giver.append(part.take(first))
+        rank.append(part.take([not taken for taken in first]))
 
 
 def _parts(group: RowGroup, lengths: np.ndarray, max_tokens: int) -> list[RowGroup]:
@@ -170,14 +157,3 @@ def _parts(group: RowGroup, lengths: np.ndarray, max_tokens: int) -> list[RowGro
     suffixes = lengths[list(group.rows)] - group.shared
     pieces = plan_micro_batches(suffixes, max(1, max_tokens - group.shared))
     return [RowGroup(tuple(group.rows[number] for number in numbers), group.shared) for numbers in pieces]
-
-
-def _add(rank: Rank, number: int, rows: list[int]) -> None:
-    rank[number] = [*rank.get(number, []), *rows]
-
-
-def _move(source: Rank, target: Rank, number: int, rows: list[int]) -> None:
-    left = [row for row in source.pop(number) if row not in rows]
-    if left:
-        source[number] = left
-    _add(target, number, rows)
