@@ -2,8 +2,22 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+from collections.abc import Callable
 from typing import Any, Literal
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """The ``type`` of an ``argparse`` argument that is a whole number from ``least`` on."""
+
+    def number(text: str) -> int:
+        value = int(text)
+        if value < least:
+            raise argparse.ArgumentTypeError(f"{value} must be at least {least}")
+        return value
+
+    return number
 
 
 def print_line(name: str, ratio: float, bound: float | None, kind: Literal["min", "max", "none"], **more: Any) -> bool:

@@ -10,7 +10,7 @@ same token budget, that of the shared rows, and take log-probs of the responses 
 - peak memory of an update beyond weights and gradients, in one micro-batch, each way in a process of its own: its
   ratio at least 0.8 of the ratio of token counts;
 - time against n at fixed P and R, against a + b (P + nR); ``--plot FILE`` draws it;
-- ``--qwen``: the same on four layers of Qwen3-0.6B's shape with its vocabulary, reported.
+- the speed-up of four layers of Qwen3-0.6B's shape with its vocabulary, once, reported.
 
 Times are processor times of one thread, unless ``--threads`` says otherwise (then of the wall clock), medians of
 ratios of neighbouring runs.
@@ -34,7 +34,7 @@ import torch
 from tqdm import tqdm
 
 from benchmarks.packing import Engine
-from benchmarks.report import print_line
+from benchmarks.report import at_least, print_line
 from integrations.arctic_rl.processors.attention import attention_implementation
 from integrations.arctic_rl.processors.pipeline import run_pipeline
 from integrations.arctic_rl.zorro.attention import register_shared_attention
@@ -300,16 +300,17 @@ def draw(path: Path, measured: dict[str, Any], results: list[dict[str, Any]]) ->
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.zorro", description=__doc__.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=3, help="timings of both ways, in turn")
-    parser.add_argument("--threads", type=int, default=1, help="threads of torch; 1 = processor time is measured")
+    parser.add_argument("--repeats", type=at_least(1), default=3, help="timings of both ways, in turn")
+    parser.add_argument(
+        "--threads", type=at_least(1), default=1, help="threads of torch; 1 = processor time is measured"
+    )
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="what to measure")
-    parser.add_argument("--qwen", action="store_true", help="also time layers of Qwen3-0.6B's shape")
     parser.add_argument("--small", action="store_true", help="short rows, without bounds: does it run?")
     parser.add_argument("--plot", type=Path, help="draw the figures to this file")
     return parser.parse_args(argv)
 
 
-PARTS = ("speed", "memory", "curve")
+PARTS = ("speed", "memory", "curve", "qwen")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -373,7 +374,7 @@ def run(args: argparse.Namespace) -> int:
         if "curve" in args.parts and not args.small:
             measured = curve(engine, args.repeats, progress)
             print_line("zorro/curve", measured["largest_deviation"], None, "none", **measured)
-        if args.qwen:
+        if "qwen" in args.parts and not args.small:
             qwen = Engine(small_model(QWEN))
             result = speed_up(qwen, Case(1024, 64, 8), 1, progress)
             speed = result.pop("speedup")

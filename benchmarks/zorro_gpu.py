@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from benchmarks.packing import Engine
-from benchmarks.report import print_line
+from benchmarks.report import at_least, print_line
 from benchmarks.zorro import Case, register_loss, rollouts_of, update
 from integrations.arctic_rl.zorro.attention import register_shared_attention, shared_attention
 from integrations.arctic_rl.zorro.cost import cost_model, group_cost
@@ -167,7 +167,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.zorro_gpu", description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: does it run?")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["0.6B", "1.7B", "4B", "8B"], help="models")
-    parser.add_argument("--repeats", type=int, default=3, help="timings of both ways, in turn, after one untimed")
+    parser.add_argument(
+        "--repeats", type=at_least(1), default=3, help="timings of both ways, in turn, after one untimed"
+    )
     return parser.parse_args(argv)
 
 

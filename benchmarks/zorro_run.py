@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import print_line
+from benchmarks.report import at_least, print_line
 from examples import quickstart
 from examples.report import read_json_lines
 
@@ -75,8 +75,8 @@ def step_seconds(run_dir: Path) -> dict[str, float]:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.zorro_run", description=__doc__.splitlines()[0])
     parser.add_argument("--cache_dir", type=Path, help="where the quickstart keeps its inputs; default: made anew")
-    parser.add_argument("--prompt_tokens", type=int, default=1000, help="length of the prompts")
-    parser.add_argument("--steps", type=int, default=4, help="training steps of each run")
+    parser.add_argument("--prompt_tokens", type=at_least(1), default=1000, help="length of the prompts")
+    parser.add_argument("--steps", type=at_least(2), default=4, help="training steps of each run")
     arguments = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="zorro-run-") as temporary:
         folder = Path(temporary)

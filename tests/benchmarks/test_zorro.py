@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from benchmarks import zorro, zorro_gpu
+from benchmarks import zorro, zorro_gpu, zorro_run
 from integrations.arctic_rl.zorro.groups import RowGroup
 
 
@@ -14,6 +14,20 @@ def test_small_run_prints_a_line_a_figure(capsys):
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [line["name"] for line in lines] == ["zorro/speedup_over_flop_ratio", "zorro/speed_where_little_is_shared"]
     assert all(line["ratio"] > 0 and line["bound"] is None for line in lines)
+
+
+def test_without_arguments_every_part_is_measured():
+    assert zorro.parse([]).parts == ["speed", "memory", "curve", "qwen"]
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments"),
+    [(zorro, ["--repeats", "0"]), (zorro_gpu, ["--repeats", "0"]), (zorro_run, ["--steps", "1"])],
+)
+def test_numbers_that_leave_nothing_to_measure_are_refused(module, arguments: list[str], capsys):
+    with pytest.raises(SystemExit):
+        module.main(arguments)
+    assert "must be at least" in capsys.readouterr().err
 
 
 def test_counts_of_a_case():
