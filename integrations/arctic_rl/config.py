@@ -59,8 +59,8 @@ class ArcticRLConfig:
     """Compute each prompt once for all rollouts of its group, in log-probs and updates: true = or refuse the run,
     naming what in the model stands against it; None = where the model allows it; false = never."""
     zorro_self_check: bool = True
-    """Before prompts are first shared, compare log-probs of a small group with those of whole rows, and end the run
-    where they differ."""
+    """Before prompts are first shared, compare log-probs of a small group with those of whole rows. Where they differ,
+    use_zorro=None shares no prompts if it is seen when the model is loaded; else the run ends."""
     lr_warmup_ratio: float | None = None
     """Warm-up of the policy's schedule as a share of all its optimizer steps, rounded to whole steps; None =
     trainer.policy.optimizer_config.num_warmup_steps."""
