@@ -10,7 +10,7 @@ from .loss_config import packed_policy_loss
 from .reference_model import reference_is_base
 from .server.sampling_spec import SamplingSpec
 from .server.schedule import has_end
-from .server.specs import LoraSpec, OptimizerSpec, ServerConfig, TrainingSpec
+from .server.specs import INIT_METHODS, LoraSpec, OptimizerSpec, ServerConfig, TrainingSpec
 
 _DTYPES = {"float32": "float32", "fp32": "float32", "bfloat16": "bfloat16", "bf16": "bfloat16", "float16": "float16"}
 
@@ -105,7 +105,7 @@ def _training_spec(cfg: Any, role: str, threads: int) -> TrainingSpec:
         policy_loss=packed_policy_loss(cfg) if is_policy else None,
         value_head=trainer.algorithm.value_head_prefix if is_critic else None,
         fresh_value_head=is_critic and path == trainer.policy.model.path,
-        lora=lora_spec(trainer.policy.model.lora) if is_policy and trainer.policy.model.lora.rank > 0 else None,
+        lora=_lora_spec(cfg, role) if role != "ref" and vars(trainer)[role].model.lora.rank > 0 else None,
     )
 
 
@@ -114,15 +114,19 @@ def _model_config(cfg: Any, role: str) -> dict[str, Any]:
     return {} if cfg.trainer.strategy == "megatron" else dict(vars(cfg.trainer)[role].model_config_kwargs)
 
 
-def lora_spec(lora: Any) -> LoraSpec:
-    """The adapters that a ``lora`` section asks for."""
+def _lora_spec(cfg: Any, role: str) -> LoraSpec:
+    """The adapters of the policy, or of the critic, which SkyRL initialises in one way alone."""
+    lora = vars(cfg.trainer)[role].model.lora
+    is_policy = role == "policy"
     return LoraSpec(
         rank=lora.rank,
         alpha=lora.alpha,
         dropout=float(lora.dropout),
         target_modules=_names(lora.target_modules),
         exclude_modules=_names(lora.exclude_modules),
-        init_method=lora.init_method,
+        init_method=lora.init_method if is_policy else INIT_METHODS[0],
+        setting=f"trainer.{role}.model.lora",
+        causal_lm=is_policy,
     )
 
 

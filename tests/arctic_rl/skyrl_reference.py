@@ -144,6 +144,28 @@ def action_log_probs(
     return log_probs[:, window], entropies[:, window]
 
 
+def with_adapters(model: torch.nn.Module, lora: Any, seed: int) -> torch.nn.Module:
+    """``peft``'s own model, as SkyRL's FSDP worker builds it right after seeding.
+
+    Args:
+        lora: has the fields of a ``LoraSpec``.
+    """
+    from peft import LoraConfig, TaskType, get_peft_model
+
+    torch.manual_seed(seed)
+    config = LoraConfig(
+        task_type=TaskType.CAUSAL_LM,
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        target_modules=lora.target_modules,
+        exclude_modules=lora.exclude_modules,
+        lora_dropout=lora.dropout,
+        bias="none",
+        init_lora_weights=True if lora.init_method == "kaiming" else lora.init_method,
+    )
+    return get_peft_model(model, config)
+
+
 @dataclass
 class Update:
     """What one optimizer step did, by parameter name where it says tensors."""

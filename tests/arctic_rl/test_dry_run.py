@@ -167,6 +167,7 @@ SHAPES = {
             "trainer.policy.model.lora.alpha=64",
             "trainer.algorithm.advantage_estimator=gae",
             "trainer.critic.model.path=some/model",
+            "trainer.critic.model.lora.rank=8",
             "trainer.critic.optimizer_config.lr=2e-5",
             "trainer.critic_mini_batch_size=24",
         ],

@@ -278,7 +278,7 @@ FOUND = {
     "trainer.arctic_rl.processor_modules=[no_such_module]": "'no_such_module' cannot be imported",
     "trainer.algorithm.advantage_estimator=gae": "it needs a critic; write trainer.critic.model.path",
     "trainer.critic.model.path=a/model trainer.strategy=megatron": "SkyRL trains no critic with",
-    "trainer.critic.model.path=a/model trainer.critic.model.lora.rank=8": "LoRA on the critic is not there",
+    "trainer.critic.model.path=a/model trainer.critic.model.lora.rank=-8": "model.lora.rank=-8: no rank",
     "trainer.critic.model.path=a/model trainer.critic.model_config_kwargs={dtype: odd}": "write trainer.bf16",
     "trainer.critic.model.path=a/model trainer.critic.optimizer_config.lr=-1": (
         "trainer.critic.optimizer_config.lr=-1 must be"

@@ -15,6 +15,7 @@ BASE = ["trainer.logger=console", "trainer.algorithm.use_kl_loss=false"]
 LORA = ["trainer.policy.model.lora.rank=8"]
 KL = ["trainer.algorithm.use_kl_loss=true"]
 CRITIC = ["trainer.critic.model.path=some/critic"]
+CRITIC_LORA = [*CRITIC, "trainer.critic.model.lora.rank=8"]
 CORRECTION = "trainer.algorithm.off_policy_correction"
 TOKEN = [f"{CORRECTION}.tis_ratio_type=token"]
 SEQUENCE = [f"{CORRECTION}.tis_ratio_type=sequence"]
@@ -55,6 +56,11 @@ EFFECTS = {
     "trainer.policy.optimizer_config.scheduler": ("cosine",),
     "trainer.critic.model.path": ("some/model",),
     "trainer.critic.sequence_parallel_size": (4, *CRITIC, "trainer.placement.critic_num_gpus_per_node=4"),
+    "trainer.critic.model.lora.rank": (3, *CRITIC),
+    "trainer.critic.model.lora.alpha": (3, *CRITIC_LORA),
+    "trainer.critic.model.lora.dropout": (0.3, *CRITIC_LORA),
+    "trainer.critic.model.lora.target_modules": (["q_proj"], *CRITIC_LORA),
+    "trainer.critic.model.lora.exclude_modules": (["q_proj"], *CRITIC_LORA),
     "trainer.critic.optimizer_config.lr": (3.5e-4, *CRITIC),
     "trainer.critic.optimizer_config.adam_betas": ([0.8, 0.88], *CRITIC),
     "trainer.critic.optimizer_config.weight_decay": (0.37, *CRITIC),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import ArcticError, PackingError, UnsupportedError
-from .lora import Weight, adapter_parameters, add_adapters, model_weights
+from .lora import Weight, adapter_parameters, add_adapters, model_weights, stand_alone
 from .model_config import load_model_config
 from .specs import OptimizerSpec, TrainingSpec
 
@@ -86,14 +86,15 @@ def _pretrained(spec: TrainingSpec, attention: str) -> PreTrainedModel:
 
     try:
         if spec.role == "critic":
-            return load_value_model(spec, attention).to(spec.device)
-        model = AutoModelForCausalLM.from_pretrained(
-            spec.model_path,
-            config=load_model_config(spec.model_path, spec.model_config),
-            dtype=torch.float32,
-            attn_implementation=attention,
-            trust_remote_code=True,
-        )
+            model = load_value_model(spec, attention)
+        else:
+            model = AutoModelForCausalLM.from_pretrained(
+                spec.model_path,
+                config=load_model_config(spec.model_path, spec.model_config),
+                dtype=torch.float32,
+                attn_implementation=attention,
+                trust_remote_code=True,
+            )
     except KeyError as error:
         if error.args != (attention,):
             raise
@@ -227,12 +228,15 @@ def full_parameters(engine: Any, zero_stage: int) -> Iterator[tuple[str, torch.T
 
 
 def full_adapters(engine: Any, zero_stage: int) -> dict[str, torch.Tensor]:
-    """Copies of the adapters' parameters, whole, by their names in a file of ``peft``'s; every rank must call it."""
+    """Copies of the parameters of adapters that can stand alone, whole, by their names in a file of ``peft``'s.
+
+    Every rank must call it.
+    """
     import deepspeed
 
-    parameters = adapter_parameters(engine.module)
-    if not parameters:
+    if not stand_alone(engine.module):
         return {}
+    parameters = adapter_parameters(engine.module)
     with deepspeed.zero.GatheredParameters(list(parameters.values())) if zero_stage == 3 else nullcontext():
         return {name: parameter.detach().to("cpu", copy=True) for name, parameter in parameters.items()}
 

@@ -28,7 +28,8 @@ def export_model(
     Every rank must call it; rank 0 holds the whole model in memory and writes. The weights are those that the model
     computes with, in their dtype: in a bfloat16 run those that training used and the engines were given, not the
     optimizer's float32 ones. Tied weights are written once, under names of the Hugging Face hub. Adapters are merged
-    into the weights, and stand in a folder of their own beside them (``lora.EXPORT_FOLDER``), which ``peft`` loads.
+    into the weights; those of a language model also stand in a folder of their own (``lora.EXPORT_FOLDER``), which
+    ``peft`` loads.
 
     Args:
         engine: a DeepSpeed engine around a ``transformers`` model.

@@ -191,6 +191,11 @@ def adapter_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     }
 
 
+def stand_alone(module: nn.Module) -> bool:
+    """Whether adapters can be loaded onto the model folder: a critic's belong to a value head that it may not hold."""
+    return hasattr(module, "peft_config") and module.peft_config[ADAPTER].task_type == "CAUSAL_LM"
+
+
 def write_adapters(module: Any, tensors: dict[str, torch.Tensor], model_path: str, folder: Path) -> None:
     """Write adapters as a folder that ``peft.PeftModel.from_pretrained`` loads onto the base model.
 
@@ -241,5 +246,5 @@ def check_adapter_facts(directory: str, saved: dict[str, Any], now: dict[str, An
     if saved["base"] != now["base"]:
         raise CheckpointError(
             f"{setting.removesuffix('.lora')}.path: the adapters of the checkpoint {directory} were trained on a "
-            "model with other weights; name that model"
+            "model with other weights; name that model (or the trainer.seed that a critic's head was drawn from)"
         )

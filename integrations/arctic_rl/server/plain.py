@@ -12,7 +12,7 @@ from ..config import nearest
 from ..errors import ConfigError
 from ..value_types import describe, matches
 from .sampling_spec import SamplingSpec
-from .specs import OptimizerSpec, ServerConfig, TrainingSpec
+from .specs import LoraSpec, OptimizerSpec, ServerConfig, TrainingSpec
 
 _NESTED = {
     (ServerConfig, "policy"): TrainingSpec,
@@ -20,6 +20,7 @@ _NESTED = {
     (ServerConfig, "reference"): TrainingSpec,
     (ServerConfig, "sampling"): SamplingSpec,
     (TrainingSpec, "optimizer"): OptimizerSpec,
+    (TrainingSpec, "lora"): LoraSpec,
 }
 
 
@@ -60,7 +61,7 @@ def from_plain(kind: type, values: Any, where: str = "config") -> Any:
                 problems.append(f"{where}.{name} is missing")
             continue
         value, part = values[name], _NESTED.get((kind, name))
-        optional = name in ("critic", "reference") and value is None
+        optional = name in ("critic", "reference", "lora") and value is None
         try:
             arguments[name] = value if part is None or optional else from_plain(part, value, f"{where}.{name}")
         except ConfigError as error:
@@ -69,7 +70,7 @@ def from_plain(kind: type, values: Any, where: str = "config") -> Any:
         if part is None and not _fits(value, hints[name]):
             problems.append(f"{where}.{name}={value!r} is not {_describe(hints[name])}")
         elif part is None:
-            arguments[name] = tuple(value) if get_origin(hints[name]) is tuple else value
+            arguments[name] = tuple(value) if isinstance(value, list) and _takes_tuple(hints[name]) else value
     if problems:
         raise ConfigError("\n".join(problems))
     try:
@@ -84,7 +85,13 @@ def _lists(value: Any) -> Any:
     return [_lists(item) for item in value] if isinstance(value, tuple | list) else value
 
 
+def _takes_tuple(hint: Any) -> bool:
+    return any(get_origin(option) is tuple for option in (hint, *get_args(hint)))
+
+
 def _fits(value: Any, hint: Any) -> bool:
+    if get_origin(hint) is types.UnionType and _takes_tuple(hint):
+        return any(_fits(value, option) for option in get_args(hint))
     if get_origin(hint) is tuple:
         items = get_args(hint)
         if not isinstance(value, list | tuple):

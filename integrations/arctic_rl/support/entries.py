@@ -136,6 +136,11 @@ def without_lora(cfg: Any) -> str | None:
     return None if cfg.trainer.policy.model.lora.rank > 0 else "trainer.policy.model.lora.rank=0"
 
 
+def without_critic_lora(cfg: Any) -> str | None:
+    adapted = cfg.trainer.critic.model.lora.rank > 0
+    return without_critic(cfg) or (None if adapted else "trainer.critic.model.lora.rank=0")
+
+
 def base_is_reference(cfg: Any) -> str | None:
     return "the policy without its adapters is the reference model" if reference_is_base(cfg.trainer) else None
 

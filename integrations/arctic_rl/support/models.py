@@ -18,6 +18,7 @@ from .entries import (
     shown,
     under,
     without_critic,
+    without_critic_lora,
     without_lora,
     without_megatron,
     without_reference,
@@ -28,7 +29,6 @@ _SEQUENCE_PARALLEL = NoEffect("every rank is data-parallel here")
 
 _MERGED = NoEffect("adapters reach the engines merged into the weights")
 _QUANTISED = PartOf("trainer.policy.model.fake_int4_qat.enabled", "no fake quantisation")
-_CRITIC_LORA = PartOf("trainer.critic.model.lora.rank", "no LoRA on a critic")
 
 _LORA_DETAILS = (
     "alpha",
@@ -110,25 +110,18 @@ def _lora_init(setting: str, value: Any, cfg: Any) -> Iterable[str]:
         yield refusal(setting, value, f"it needs an even trainer.policy.model.lora.rank, not {rank}", "write kaiming")
 
 
-_POLICY_LORA: dict[str, Entry] = under(
-    "model.lora",
-    {
-        "rank": ours("rank of peft's adapters, which alone are trained; 0 = all weights are", limit=_lora_rank),
-        "alpha": ours("adapters are scaled by alpha / rank", limit=_lora_scale, idle=without_lora),
-        "dropout": ours(
-            "of an adapter's inputs in updates, not in old log-probs, as in SkyRL; prompts are not shared then",
+def _adapters(without: Idle) -> dict[str, Entry]:
+    """What the policy's adapters and the critic's have in common; ``without`` tells recipes without any."""
+    return {
+        "model.lora.alpha": ours("adapters are scaled by alpha / rank", limit=_lora_scale, idle=without),
+        "model.lora.dropout": ours(
+            "of an adapter's inputs, in updates alone, as in SkyRL; prompts are not shared then",
             limit=_lora_dropout,
-            idle=without_lora,
+            idle=without,
         ),
-        "target_modules": ours("layers with an adapter, chosen by peft", idle=without_lora),
-        "exclude_modules": ours("layers without one", idle=without_lora),
-        "init_method": ours("initial values of adapters, by peft", limit=_lora_init, idle=without_lora),
-        "share_expert_adapters": Refused(
-            "experts get no adapters of their own", "leave it out", idle=first_of(without_lora, without_megatron)
-        ),
-        **dict.fromkeys(("lora_sync_path", "sync_mode", "max_loras", "max_cpu_loras"), _MERGED),
-    },
-)
+        "model.lora.target_modules": ours("layers with an adapter, chosen by peft", idle=without),
+        "model.lora.exclude_modules": ours("layers without one", idle=without),
+    }
 
 
 def _without_fsdp(cfg: Any) -> str | None:
@@ -202,7 +195,13 @@ POLICY: dict[str, Entry] = under(
     "trainer.policy",
     {
         "model.path": ours("loaded by every training worker and engine"),
-        **_POLICY_LORA,
+        "model.lora.rank": ours("rank of peft's adapters, which alone are trained; 0 = all weights", limit=_lora_rank),
+        **_adapters(without_lora),
+        "model.lora.init_method": ours("initial values of adapters, by peft", limit=_lora_init, idle=without_lora),
+        "model.lora.share_expert_adapters": Refused(
+            "experts get no adapters of their own", "leave it out", idle=first_of(without_lora, without_megatron)
+        ),
+        **{f"model.lora.{name}": _MERGED for name in ("lora_sync_path", "sync_mode", "max_loras", "max_cpu_loras")},
         "model.fake_int4_qat.enabled": Refused("fake quantisation is not there", "write false"),
         **{f"model.fake_int4_qat.{name}": _QUANTISED for name in _INT4_DETAILS},
         "optimizer_config.lr": ours("AdamW's learning rate at the top of the schedule"),
@@ -257,10 +256,17 @@ CRITIC: dict[str, Entry] = under(
     "trainer.critic",
     {
         "model.path": ours("the value model, trained by ranks of its own; unset = none", limit=_no_critic_of_megatron),
-        "model.lora.rank": Refused(
-            "LoRA on the critic is not there yet", "write 0 to train all of its weights", idle=without_critic
+        "model.lora.rank": ours(
+            "rank of its adapters, which the value head has too; 0 = all weights are trained",
+            limit=_lora_rank,
+            idle=without_critic,
         ),
-        **{f"model.lora.{name}": _CRITIC_LORA for name in _LORA_DETAILS},
+        **_adapters(without_critic_lora),
+        **{
+            f"model.lora.{name}": NoEffect("SkyRL does not read it of a critic")
+            for name in _LORA_DETAILS
+            if name not in ("alpha", "dropout", "target_modules", "exclude_modules")
+        },
         **dict.fromkeys(_INT4, NoEffect("SkyRL does not read it of a critic")),
         "optimizer_config.lr": ours("AdamW's learning rate at the top of the critic's schedule", idle=without_critic),
         "optimizer_config.adam_betas": ours("AdamW", idle=without_critic),

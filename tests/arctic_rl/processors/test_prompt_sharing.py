@@ -9,6 +9,8 @@ from integrations.arctic_rl.errors import ArcticError, UnsupportedError
 from integrations.arctic_rl.processors.attention import register_attention
 from integrations.arctic_rl.processors.pipeline import register_loss_fn, register_post_processor, run_pipeline
 from integrations.arctic_rl.processors.registry import get_loss_fn, known_loss_fns
+from integrations.arctic_rl.server.lora import add_adapters, model_weights
+from integrations.arctic_rl.server.specs import LoraSpec
 from tests.arctic_rl.processors.helpers import FakeEngine, assert_gradients_agree, gradients, wide
 from tests.arctic_rl.zorro.families import (
     family_model,
@@ -117,6 +119,27 @@ def test_every_registered_loss(qwen):
 @pytest.mark.parametrize("family", ["llama", "qwen2", "mistral", "gemma", "phi3", "qwen3-moe", "mixtral"])
 def test_families(family: str):
     assert_same_update(family_model(family), training_batch([3, 1, 4], 4), {"loss_fn": "grpo"})
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma", "qwen3-moe"])
+def test_adapters_on_a_frozen_model(family: str):
+    model = family_model(family)
+    base = {name: (id(value), value.clone()) for name, value in model.named_parameters()}
+    add_adapters(model, LoraSpec(4, 8, 0.0, "all-linear", None, "orthogonal"), seed=0)
+    update(model, training_batch([2, 2], 0), SHARED, {"loss_fn": "sft"})
+    batch = training_batch([3, 1, 4], 4)
+    config = {"entropy_coeff": 0.02, "use_kl_loss": True, "kl_loss_coef": 0.1}
+    shared, plain = assert_same_update(
+        model, batch, {"loss_fn": "grpo", "config": config}, {"calculate_entropy": True}
+    )
+    assert tokens_of(shared) < tokens_of(plain)
+    trained = [name for name, value in model.named_parameters() if value.grad is not None]
+    assert trained == [name for name, value in model.named_parameters() if value.requires_grad]
+    assert {name.split(".lora_")[0].rpartition(".")[2] for name in trained} >= {"q_proj", "o_proj"}
+    weights = {weight.name: weight for weight in model_weights(model)}
+    assert weights.keys() == base.keys(), "experts, routers and embeddings included"
+    for name, weight in weights.items():
+        assert id(weight.parameters[0]) == base[name][0] and torch.equal(weight.parameters[0], base[name][1])
 
 
 @pytest.mark.parametrize("logits", ["none", "compute"])

@@ -20,12 +20,14 @@ from integrations.arctic_rl.server.lora import (
     lora_layers,
     model_weights,
 )
+from integrations.arctic_rl.server.plain import from_plain
 from integrations.arctic_rl.server.specs import INIT_METHODS, LoraSpec, OptimizerSpec, TrainingSpec
 from integrations.arctic_rl.server.training_worker import TrainingWorker
 from integrations.arctic_rl.server.weights import compare_manifest, model_tensors, read_manifest, write_weights
 from integrations.arctic_rl.zorro.attention import SHARED_ATTENTION
 from tests.arctic_rl.processors.helpers import FakeEngine, tiny_model
-from tests.arctic_rl.skyrl_reference import action_log_probs, rollout_batch
+from tests.arctic_rl.skyrl_critic import load_skyrls
+from tests.arctic_rl.skyrl_reference import action_log_probs, rollout_batch, with_adapters
 
 SEED = 7
 PLAIN = LoraSpec(
@@ -73,23 +75,9 @@ def adapted(path, *, moved=0.0, **changes):
 
 
 def peft_model(path, spec):
-    """As SkyRL's FSDP worker builds it, right after it seeded PyTorch."""
-    from peft import LoraConfig, TaskType, get_peft_model
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
-    torch.manual_seed(SEED)
-    config = LoraConfig(
-        task_type=TaskType.CAUSAL_LM,
-        r=spec.rank,
-        lora_alpha=spec.alpha,
-        target_modules=spec.target_modules,
-        exclude_modules=spec.exclude_modules,
-        lora_dropout=spec.dropout,
-        bias="none",
-        init_lora_weights=True if spec.init_method == "kaiming" else spec.init_method,
-    )
-    return get_peft_model(model, config)
+    return with_adapters(AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager"), spec, SEED)
 
 
 def log_probs(model):
@@ -302,6 +290,66 @@ class TestRefused:
             return
         with pytest.raises(UnsupportedError, match=r"names lm_head, whose weight is another layer's too .*untie"):
             adapted(path, target_modules=("lm_head",))
+
+
+class TestCritic:
+    CHOSEN = ({}, {"target_modules": ("q_proj", "up_proj"), "exclude_modules": ("layers.0.mlp.up_proj",)})
+
+    @pytest.fixture(params=CHOSEN, ids=["all-linear", "listed"])
+    def pair(self, path, request):
+        """Ours, and SkyRL's critic with the same adapters and value head."""
+        spec = dataclasses.replace(PLAIN, setting="trainer.critic.model.lora", causal_lm=False, **request.param)
+        ours = load_model(
+            training_spec(path, role="critic", value_head="value_head", fresh_value_head=True, lora=spec)
+        )
+        generator = torch.Generator().manual_seed(1)
+        theirs = load_skyrls(
+            path,
+            lora_rank=spec.rank,
+            lora_alpha=spec.alpha,
+            target_modules=spec.target_modules,
+            exclude_modules=spec.exclude_modules,
+        )
+        with torch.no_grad():
+            for parameter in ours.parameters():
+                if parameter.requires_grad:
+                    parameter += torch.randn(parameter.shape, generator=generator) * 0.1
+        state = {f"base_model.model.{name}": value for name, value in ours.state_dict().items()}
+        assert state.keys() == theirs.state_dict().keys()
+        theirs.load_state_dict(state)
+        return ours, theirs
+
+    def test_trains_what_skyrls_does(self, pair):
+        ours, theirs = ({n for n, p in model.named_parameters() if p.requires_grad} for model in pair)
+        assert {f"base_model.model.{name}" for name in ours} == theirs
+        everywhere = len(theirs) == 2 * 15
+        assert everywhere == ("value_head.lora_A.default.weight" in ours)
+
+    def test_values_and_gradients_are_skyrls(self, pair):
+        ours, theirs = pair
+        ours.set_attn_implementation("sdpa")
+        batch = rollout_batch(6, 3)
+        mask, width = batch["attention_mask"], batch.metadata["response_length"]
+        positions = (mask.long().cumsum(-1) - 1).masked_fill(mask == 0, 1)
+        values = ours(batch["sequences"], attention_mask=mask, position_ids=positions, use_cache=False).logits[..., 0]
+        expected = theirs(batch["sequences"], width, mask)
+        response = batch["response_mask"].bool()
+        ours_of, expected_of = values[:, -width - 1 : -1][response], expected[response]
+        assert (ours_of - expected_of).abs().max() < 1e-5
+        for of_tokens in (ours_of, expected_of):
+            (of_tokens - 1).square().sum().backward()
+        gradients = {name: parameter.grad for name, parameter in theirs.named_parameters()}
+        for name, parameter in ours.named_parameters():
+            gradient = gradients[f"base_model.model.{name}"]
+            assert (parameter.grad is None) == (gradient is None)
+            if gradient is not None:
+                assert (parameter.grad - gradient).norm() <= 1e-5 * gradient.norm() and gradient.any(), name
+
+
+@pytest.mark.parametrize("lora", [None, PLAIN, dataclasses.replace(PLAIN, target_modules=("q_proj", "o_proj"))])
+def test_they_survive_being_told_in_json(path, lora):
+    spec = training_spec(path, lora=lora)
+    assert from_plain(TrainingSpec, json.loads(json.dumps(dataclasses.asdict(spec)))) == spec
 
 
 class TestFacts:

@@ -28,6 +28,7 @@ from tests.arctic_rl.skyrl_reference import (
     reordered,
     rollout_batch,
     update_batch,
+    with_adapters,
 )
 
 pytestmark = pytest.mark.slow
@@ -278,8 +279,9 @@ class Outcome:
         """The reference's updates; ``changed`` may alter copies of each step's config and batch."""
         settings = dataclasses.asdict(scenario.optimizer)
         assert settings.pop("lr_warmup_ratio") is None and settings.pop("min_lr_ratio") is None
+        model = copy.deepcopy(self._models[scenario.tied])
         trainer = ReferenceTrainer(
-            with_adapters(copy.deepcopy(self._models[scenario.tied]), scenario.lora),
+            model if scenario.lora is None else with_adapters(model, scenario.lora, SEED),
             **settings,
             num_training_steps=update_runs.HORIZON,
             autocast=autocast,
@@ -378,26 +380,6 @@ class Outcome:
         dispatch = ArcticDispatch(config, backend, self._loop, pad_token_id=PAD_ID, inference_client=None)
         dispatch.forward_backward("policy", batch)
         return update_runs.Payload(*backend.arguments("fwd_bwd")[0])
-
-
-def with_adapters(model, lora):
-    """``peft``'s own model, as SkyRL's FSDP worker builds it right after seeding."""
-    if lora is None:
-        return model
-    from peft import LoraConfig, TaskType, get_peft_model
-
-    torch.manual_seed(SEED)
-    config = LoraConfig(
-        task_type=TaskType.CAUSAL_LM,
-        r=lora.rank,
-        lora_alpha=lora.alpha,
-        target_modules=lora.target_modules,
-        exclude_modules=lora.exclude_modules,
-        lora_dropout=lora.dropout,
-        bias="none",
-        init_lora_weights=True if lora.init_method == "kaiming" else lora.init_method,
-    )
-    return get_peft_model(model, config)
 
 
 def micro_batches(batch, config, world_size):
