@@ -54,6 +54,9 @@ def test_a_process_that_leaks_memory_and_files_is_seen(capsys):
     files = next(line for line in lines if line["name"] == "soak/growth_of_open_files")
     assert files["ratio"] == 6 and not files["ok"]
     assert next(line for line in lines if line["name"] == "soak/growth_of_processes")["ok"]
+    assert judge(series, warm_up=3, bounded=False)
+    reported = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert reported[0]["ratio"] == memory["ratio"] and reported[0]["ok"], "a short run only reports"
 
 
 def test_a_flat_run_passes_and_short_lived_processes_are_not_judged(capsys):
