@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -23,7 +24,8 @@ def export_model(
     rank: int,
     model_config: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
-    """Write weights, config, generation config and the model's own code, if any, to ``directory``, which is made.
+    """Write weights and config to ``directory``, which is made; of a model that generates also its generation config
+    and its own code, if any.
 
     Every rank must call it; rank 0 holds the whole model in memory and writes. The weights are those that the model
     computes with, in their dtype: in a bfloat16 run those that training used and the engines were given, not the
@@ -61,6 +63,21 @@ def _files_of(model_path: str) -> list[Path]:
     return [*([] if generation is None else [Path(generation)]), *Path(model_path).glob("*.py")]
 
 
+@contextlib.contextmanager
+def _own_generation_config_aside(model: Any) -> Iterator[None]:
+    """Many a model's own generation config is one that transformers loads and refuses to write."""
+    from transformers import GenerationConfig
+
+    if not model.can_generate():
+        yield
+        return
+    own, model.generation_config = model.generation_config, GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = own
+
+
 def _write(
     model: Any,
     weights: dict[str, Any],
@@ -70,7 +87,6 @@ def _write(
     folder: Path,
 ) -> None:
     from safetensors import SafetensorError
-    from transformers import GenerationConfig
 
     from .checkpoint import persistent_buffers, sync_file
     from .lora import EXPORT_FOLDER, write_adapters
@@ -82,15 +98,11 @@ def _write(
     state = weights | {name: value.cpu() for name, value in persistent_buffers(model).items()}
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # Many a model's own generation config is one that transformers loads and refuses to write.
-        own, model.generation_config = model.generation_config, GenerationConfig()
-        try:
+        with _own_generation_config_aside(model):
             model.save_pretrained(folder, state_dict=state)
-        finally:
-            model.generation_config = own
         config.save_pretrained(folder)
         (folder / _GENERATION).unlink(missing_ok=True)
-        for file in _files_of(model_path):
+        for file in _files_of(model_path) if model.can_generate() else ():
             shutil.copy(file, folder)
         if adapters:
             write_adapters(model, adapters, model_path, folder / EXPORT_FOLDER)
