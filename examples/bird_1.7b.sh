@@ -17,7 +17,7 @@ gpus="${GPUS:-8}"
 engines="$gpus"
 source examples/bird_values.sh
 
-exec "$PYTHON" -m skyrl.train.entrypoints.main_base "${values[@]}" \
+exec "$PYTHON" -m skyrl.train.entrypoints.main_base "${run_values[@]}" "${values[@]}" \
     trainer.arctic_rl.zero_stage=2 \
     "${smoke[@]}" "$@" \
     trainer.override_entrypoint=integrations.arctic_rl.entrypoint

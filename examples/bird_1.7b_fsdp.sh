@@ -16,6 +16,6 @@ gpus="${GPUS:-8}"
 engines="$gpus"
 source examples/bird_values.sh
 
-exec "$PYTHON" -m "${launcher[@]}" examples.bird_fsdp "${values[@]}" \
+exec "$PYTHON" -m "${launcher[@]}" examples.bird_fsdp "${run_values[@]}" "${values[@]}" \
     trainer.strategy=fsdp \
     "${smoke[@]}" "$@"

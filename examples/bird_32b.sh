@@ -18,7 +18,7 @@ gpus="${GPUS:-8}"
 engines=$((nodes * gpus / 4))
 source examples/bird_values.sh
 
-exec "$PYTHON" -m skyrl.train.entrypoints.main_base "${values[@]}" \
+exec "$PYTHON" -m skyrl.train.entrypoints.main_base "${run_values[@]}" "${values[@]}" \
     generator.inference_engine.tensor_parallel_size=4 \
     trainer.micro_forward_batch_size_per_gpu=2 \
     trainer.micro_train_batch_size_per_gpu=1 \

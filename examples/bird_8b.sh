@@ -18,7 +18,7 @@ gpus="${GPUS:-8}"
 engines=$((nodes * gpus / 2))
 source examples/bird_values.sh
 
-exec "$PYTHON" -m skyrl.train.entrypoints.main_base "${values[@]}" \
+exec "$PYTHON" -m skyrl.train.entrypoints.main_base "${run_values[@]}" "${values[@]}" \
     generator.inference_engine.tensor_parallel_size=2 \
     trainer.arctic_rl.zero_stage=3 \
     "${smoke[@]}" "$@" \

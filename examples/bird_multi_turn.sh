@@ -17,7 +17,7 @@ data="${DATA:-$HOME/data/bird_multi_turn}"
 gpus="${GPUS:-8}"
 engines=$(((gpus + 3) / 4))
 
-exec "$PYTHON" -m skyrl.train.entrypoints.main_base \
+exec "$PYTHON" -m skyrl.train.entrypoints.main_base "${run_values[@]}" \
     data.train_data="['$data/train.parquet']" \
     data.val_data="['$data/validation.parquet']" \
     environment.env_class=bird_multi_turn \
@@ -55,14 +55,7 @@ exec "$PYTHON" -m skyrl.train.entrypoints.main_base \
     trainer.eval_before_train=true \
     trainer.eval_interval=5 \
     trainer.ckpt_interval=60 \
-    trainer.max_ckpts_to_keep=2 \
     trainer.hf_save_interval=30 \
-    trainer.resume_mode=latest \
-    trainer.ckpt_path="$run_dir/checkpoints" \
-    trainer.export_path="$run_dir/exports" \
-    trainer.log_path="$run_dir/logs" \
-    trainer.logger=console \
     trainer.project_name=bird \
-    trainer.run_name="$(basename "$run_dir")" \
     "${smoke[@]}" "$@" \
     trainer.override_entrypoint=integrations.arctic_rl.entrypoint

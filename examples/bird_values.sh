@@ -33,13 +33,6 @@ values=(
     trainer.eval_before_train=true
     trainer.eval_interval=20
     trainer.ckpt_interval=20
-    trainer.max_ckpts_to_keep=2
     trainer.hf_save_interval=100
-    trainer.resume_mode=latest
-    trainer.ckpt_path="$run_dir/checkpoints"
-    trainer.export_path="$run_dir/exports"
-    trainer.log_path="$run_dir/logs"
-    trainer.logger=console
     trainer.project_name=bird
-    trainer.run_name="$(basename "$run_dir")"
 )

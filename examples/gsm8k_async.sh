@@ -13,45 +13,23 @@ model="${MODEL:-Qwen/Qwen2.5-1.5B-Instruct}"
 data="${DATA:-$HOME/data/gsm8k}"
 gpus="${GPUS:-4}"
 engines="${ENGINES:-4}"
+source examples/gsm8k_values.sh
 
 prepare examples.gsm8k_data --output_dir "$data"
-exec "$PYTHON" -m skyrl.train.entrypoints.main_base \
-    data.train_data="['$data/train.parquet']" \
-    data.val_data="['$data/validation.parquet']" \
-    environment.env_class=gsm8k \
-    trainer.policy.model.path="$model" \
+exec "$PYTHON" -m skyrl.train.entrypoints.main_base "${run_values[@]}" "${values[@]}" \
     trainer.fully_async.enabled=true \
     trainer.fully_async.max_staleness_steps=4 \
     trainer.fully_async.num_parallel_generation_workers=768 \
     trainer.placement.colocate_all=false \
-    trainer.placement.policy_num_gpus_per_node="$gpus" \
     generator.inference_engine.num_engines="$engines" \
     generator.inference_engine.gpu_memory_utilization=0.8 \
-    trainer.arctic_rl.zero_stage=2 \
-    trainer.epochs=20 \
     trainer.train_batch_size=256 \
-    trainer.policy_mini_batch_size=256 \
     trainer.micro_forward_batch_size_per_gpu=8 \
     trainer.micro_train_batch_size_per_gpu=8 \
-    trainer.max_prompt_length=512 \
     trainer.algorithm.advantage_estimator=grpo \
     trainer.algorithm.policy_loss_type=rollout_is \
     trainer.algorithm.use_kl_loss=false \
-    trainer.policy.optimizer_config.lr=1.0e-6 \
     generator.batched=false \
     generator.n_samples_per_prompt=5 \
-    generator.sampling_params.max_generate_length=1024 \
-    trainer.eval_batch_size=1024 \
-    trainer.eval_before_train=true \
-    trainer.eval_interval=5 \
-    trainer.ckpt_interval=10 \
-    trainer.max_ckpts_to_keep=2 \
-    trainer.resume_mode=latest \
-    trainer.ckpt_path="$run_dir/checkpoints" \
-    trainer.export_path="$run_dir/exports" \
-    trainer.log_path="$run_dir/logs" \
-    trainer.logger=console \
-    trainer.project_name=gsm8k \
-    trainer.run_name="$(basename "$run_dir")" \
     "${smoke[@]}" "$@" \
     trainer.override_entrypoint=integrations.arctic_rl.entrypoint

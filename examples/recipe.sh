@@ -6,8 +6,9 @@
 #   SMOKE=1    three steps of the same recipe on this machine's CPUs, with the quickstart's tiny model and data: model,
 #              data and sizes are replaced, everything else stays the recipe's
 #
-# Sets: PYTHON, run_dir, smoke (overrides that shrink the recipe; empty without SMOKE) and launcher (empty, or the
-# module that puts a recipe's own entry module on this project's server). Works from the project's folder, so write
+# Sets: PYTHON; run_values (where a run keeps what, the same for all recipes); smoke (overrides that shrink the recipe;
+# empty without SMOKE); and launcher (empty, or the module that puts a recipe's own entry module on this project's
+# server). A run that is started again goes on from its last checkpoint. Works from the project's folder, so write
 # absolute paths in overrides and DATA.
 set -euo pipefail
 
@@ -31,6 +32,16 @@ if [ "${SMOKE:-0}" = 1 ]; then
     launcher=(integrations.arctic_rl.launch) makes_data=0
 fi
 PYTHON="${PYTHON:-$project_root/.venv/bin/python}"
+
+run_values=(
+    trainer.run_name="$(basename "$run_dir")"
+    trainer.ckpt_path="$run_dir/checkpoints"
+    trainer.max_ckpts_to_keep=2
+    trainer.resume_mode=latest
+    trainer.export_path="$run_dir/exports"
+    trainer.log_path="$run_dir/logs"
+    trainer.logger=console
+)
 
 for argument in "$@"; do
     case "$argument" in
