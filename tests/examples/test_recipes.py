@@ -26,6 +26,7 @@ NOT_RECIPES = ("quickstart", "recipe", *VALUES)
 
 GPUS = {
     "gsm8k_0.6b": {"policy": 1, "ref": 1, "sampling": 1},
+    "gsm8k_ppo": {"policy": 4, "critic": 4, "ref": 4, "sampling": 4},
     "gsm8k_async": {"policy": 4, "sampling": 4},
     "bird_1.7b": {"policy": 8, "sampling": 8},
     "bird_1.7b_fsdp": {"policy": 8, "sampling": 8},
@@ -34,7 +35,6 @@ GPUS = {
     "bird_multi_turn": {"policy": 8, "sampling": 8},
 }
 """GPUs of each job of a recipe."""
-NEEDS_A_CRITIC = ("gsm8k_ppo",)
 
 STUB = """#!{python}
 import json, os, subprocess, sys
@@ -68,7 +68,7 @@ def overrides(command):
 
 def test_every_script_is_a_recipe_that_is_tested_and_listed():
     scripts = {path.stem for path in EXAMPLES.glob("*.sh") if path.stem not in NOT_RECIPES}
-    assert scripts == {*GPUS, *NEEDS_A_CRITIC}
+    assert scripts == {*GPUS}
     readme = (ROOT / "README.md").read_text()
     assert {name for name in scripts if f"`{name}.sh`" not in readme} == set()
 
@@ -83,14 +83,6 @@ def test_nothing_stands_against_a_recipe_on_its_gpus(tmp_path, name):
     cuts = ("data.", "trainer.placement.", "the recipe's processes")
     machine = [line for line in findings.missing if not line.startswith(cuts) and "max_cpu_workers" not in line]
     assert machine == [], "only data and processes are not on this machine"
-
-
-@pytest.mark.parametrize("environment", [{}, {"SMOKE": "1"}], ids=["whole", "smoke"])
-@pytest.mark.parametrize("name", NEEDS_A_CRITIC)
-def test_ppo_can_be_refused_for_its_critic_alone(tmp_path, name, environment):
-    cfg = parse_config([*overrides(commands(tmp_path, name, **environment)[-1]), "trainer.arctic_rl.dry_run=true"])
-    assert [line for line in inspect_config(cfg).refused if not line.startswith("trainer.critic.")] == []
-    assert cfg.trainer.critic.model.path == cfg.trainer.policy.model.path
 
 
 @pytest.mark.parametrize("gpus", [1, 2, 3, 4])
@@ -112,6 +104,8 @@ def test_smoke_replaces_only_model_data_and_sizes(tmp_path, name):
     assert cfg.trainer.algorithm == full.trainer.algorithm
     assert cfg.trainer.policy.optimizer_config == full.trainer.policy.optimizer_config
     assert cfg.trainer.arctic_rl == full.trainer.arctic_rl
+    assert cfg.trainer.critic.optimizer_config == full.trainer.critic.optimizer_config
+    assert bool(cfg.trainer.critic.model.path) == bool(full.trainer.critic.model.path) == (name == "gsm8k_ppo")
     assert cfg.environment == full.environment
     assert cfg.generator.max_turns == full.generator.max_turns
     assert cfg.generator.sampling_params.stop == full.generator.sampling_params.stop
@@ -164,7 +158,7 @@ class TestFsdp:
 def test_scripts_only_set_values():
     """Conditions and loops stand in recipe.sh alone."""
     words = re.compile(r"^\s*(if|for|while|case|until|function)\b|\[\[|\|\||&&", re.MULTILINE)
-    for name in [*GPUS, *NEEDS_A_CRITIC, *VALUES]:
+    for name in [*GPUS, *VALUES]:
         text = (EXAMPLES / f"{name}.sh").read_text()
         assert not words.search(text), name
 
