@@ -361,7 +361,7 @@ def test_a_recipes_own_part_of_a_checkpoint_is_part_of_the_whole(tmp_path, loop)
 def test_a_checkpoint_of_plain_adamw_is_what_torch_holds(tmp_path, loop):
     done = train(config(tmp_path), loop)
     saved = assembled(tmp_path / "checkpoints" / f"global_step_{STEPS}" / "policy")
-    optimizer = done.backend._optimizer
+    optimizer = done.backend._optimizers["policy"]
     parameters = dict(done.backend._engines["policy"].module.named_parameters())
     assert saved.keys() == parameters.keys()
     for name, parameter in parameters.items():
