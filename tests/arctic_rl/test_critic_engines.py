@@ -14,6 +14,7 @@ from integrations.arctic_rl.server_config import server_config
 from tests.arctic_rl.process_backend import ProcessBackend, rank_processes
 from tests.arctic_rl.processors.helpers import tiny_model
 from tests.arctic_rl.resume_runs import Rollouts, Tokenizer, config, resuming, run
+from tests.arctic_rl.shares import assembled
 from tests.arctic_rl.skyrl_critic import load_skyrls, skyrls_twin, skyrls_values, value_model
 from tests.arctic_rl.skyrl_reference import PAD_ID, rollout_batch
 from tests.arctic_rl.test_critic import with_returns
@@ -113,6 +114,49 @@ def test_two_epochs_of_two_mini_batches_move_the_weights_as_one_process_does(tmp
     values = torch.tensor([row["values"] for row in dispatch.forward("critic", rows).loss_fn_outputs])
     exported = skyrls_values(cfg, load_skyrls(tmp_path / "export"), rows)
     assert (exported - values)[rows["response_mask"].bool()].abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_adapters_move_as_in_one_process_and_come_back(tmp_path, models, processes, loop, stage):
+    if (stage, processes.world_size) not in ((0, 1), (2, 2), (3, 2)):
+        pytest.skip("one number of ranks a stage will do")
+    lora = ("trainer.critic.model.lora.rank=4", "trainer.critic.model.lora.alpha=12")
+    cfg = recipe(tmp_path, models, processes.world_size, stage, *lora)
+    backend = backend_of(cfg, processes)
+    loop.run(backend.initialize(STEPS, critic_training_steps=STEPS))
+    dispatch = ArcticDispatch(cfg, backend, loop, pad_token_id=PAD_ID, inference_client=None)
+    dispatch.save_checkpoint("critic", str(tmp_path / "before"))
+    plain = load_skyrls(models / "critic", lora_rank=4, lora_alpha=12, target_modules="all-linear")
+    begun = {name: value["weight"] for name, value in assembled(tmp_path / "before").items()}
+    trained = {name: value for name, value in plain.named_parameters() if value.requires_grad}
+    assert trained.keys() == {f"base_model.model.{name}" for name in begun}
+    with torch.no_grad():
+        for name, value in begun.items():
+            trained[f"base_model.model.{name}"].view(-1).copy_(value)
+    rows = rollout_batch(8, seed=6, holes=True)
+    batch = with_returns(rows, skyrls_values(cfg, plain, rows))
+    parts = [(0, 4), (4, 8)] * 2
+    norms = plain_steps(plain, cfg.trainer.algorithm, [batch[start:end] for start, end in parts])
+    for chunk, expected in zip(dispatch.stage_data("critic", batch, parts[:2]) * 2, norms, strict=True):
+        dispatch.forward_backward_from_staged("critic", chunk)
+        assert dispatch.optim_step("critic") == pytest.approx(expected, rel=1e-4)
+    dispatch.save_hf_model("critic", str(tmp_path / "export"), None)
+    dispatch.save_checkpoint("critic", str(tmp_path / "after"))
+    weights, start = load_file(tmp_path / "export" / "model.safetensors"), value_model(seed=1).state_dict()
+    expected = plain.merge_and_unload().state_dict()
+    assert weights.keys() == expected.keys() == start.keys()
+    for name, value in expected.items():
+        assert (weights[name] - value).norm() <= 1e-3 * (value - start[name]).norm(), name
+    assert not torch.equal(weights["value_head.weight"], start["value_head.weight"])
+    assert torch.equal(weights["model.norm.weight"], start["model.norm.weight"])
+
+    again = backend_of(cfg, processes)
+    loop.run(again.initialize(STEPS, critic_training_steps=STEPS))
+    loop.run(again.load_checkpoint("critic", str(tmp_path / "after")))
+    dispatch = ArcticDispatch(cfg, again, loop, pad_token_id=PAD_ID, inference_client=None)
+    dispatch.save_hf_model("critic", str(tmp_path / "again"), None)
+    resumed = load_file(tmp_path / "again" / "model.safetensors")
+    assert all(torch.equal(resumed[name], value) for name, value in weights.items())
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -345,6 +345,19 @@ class TestCritic:
             if gradient is not None:
                 assert (parameter.grad - gradient).norm() <= 1e-5 * gradient.norm() and gradient.any(), name
 
+    def test_is_exported_whole(self, pair, path, tmp_path):
+        ours, _ = pair
+        export_model(SimpleNamespace(module=ours), 0, path, tmp_path / "export", rank=0)
+        spec = training_spec(str(tmp_path / "export"), role="critic", value_head="value_head", lora=None)
+        exported, batch = load_model(spec), rollout_batch(1, 3)
+        ids = batch["sequences"][:, batch["attention_mask"][0].bool()]
+        for model in (ours, exported):
+            model.eval().set_attn_implementation("sdpa")
+        with torch.no_grad():
+            one, other = (model(ids, use_cache=False).logits for model in (ours, exported))
+        assert (one - other).abs().max() < 1e-5 and one.std() > 1e-2
+        assert not (tmp_path / "export" / EXPORT_FOLDER).exists()
+
 
 @pytest.mark.parametrize("lora", [None, PLAIN, dataclasses.replace(PLAIN, target_modules=("q_proj", "o_proj"))])
 def test_they_survive_being_told_in_json(path, lora):
