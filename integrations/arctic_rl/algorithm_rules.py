@@ -93,6 +93,7 @@ _RANGES: dict[str, _Range] = {
     "dynamic_sampling.min_replace_ratio": _Range(
         lambda cfg: cfg.trainer.algorithm.dynamic_sampling.type == "replace", at_least=0, at_most=1
     ),
+    "value_clip": _Range(lambda cfg: bool(cfg.trainer.critic.model.path), at_least=0),
     "max_seq_len": _Range(lambda cfg: cfg.trainer.algorithm.loss_reduction == "seq_mean_token_sum_norm", at_least=1),
     "tis_imp_ratio_cap": _Range(_with_flag("use_tis"), unbounded=True),
     f"{_OFF_POLICY}.token_tis_ratio_clip_high": _Range(

@@ -15,8 +15,9 @@ _ALSO_LISTS = ("lora.target_modules", "lora.exclude_modules")
 _ALSO_TEXT = ("data.train_data", "data.val_data")
 """Annotated as lists; SkyRL's data set takes one name as it is."""
 
-_ALSO_NULL = ("trainer.project_name", "trainer.run_name")
-"""Annotated as text; the trackers make up a name where there is none, as recipes with an unset variable rely on."""
+_ALSO_NULL = ("trainer.project_name", "trainer.run_name", "trainer.algorithm.value_clip")
+"""Annotated as text or a number; the trackers make up a name where there is none, as recipes with an unset variable
+rely on, and SkyRL's value loss does not clip without a width."""
 
 _IN_MAPPINGS = {("generator.inference_engine.engine_init_kwargs", "max_model_len"): int | None}
 """Keys of mappings that are counted with before whoever reads the mapping checks them."""

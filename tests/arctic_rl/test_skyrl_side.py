@@ -277,6 +277,7 @@ FOUND = {
     "trainer.arctic_rl.env_modules=[no_such_module]": "'no_such_module' cannot be imported",
     "trainer.arctic_rl.processor_modules=[no_such_module]": "'no_such_module' cannot be imported",
     "trainer.algorithm.advantage_estimator=gae": "it needs a critic; write trainer.critic.model.path",
+    "trainer.critic.model.path=a/model trainer.algorithm.value_clip=-0.1": "value_clip=-0.1: must be a finite number",
     "trainer.critic.model.path=a/model trainer.strategy=megatron": "SkyRL trains no critic with",
     "trainer.critic.model.path=a/model trainer.critic.model.lora.rank=-8": "model.lora.rank=-8: no rank",
     "trainer.critic.model.path=a/model trainer.critic.model_config_kwargs={dtype: odd}": "write trainer.bf16",
@@ -322,6 +323,8 @@ class TestInspection:
     def test_lists_and_whole_numbers_fit_where_skyrl_takes_them(self):
         cfg = parse(
             "trainer.policy.model.lora.target_modules=[q_proj]",
+            "trainer.critic.model.path=a/model",
+            "trainer.algorithm.value_clip=null",
             "trainer.policy.model.path=a/model",
             "trainer.policy.optimizer_config.lr=1",
             "trainer.run_name=",
