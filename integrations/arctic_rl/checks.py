@@ -15,6 +15,7 @@ from .backends.registry import RemoteBackendRegistry
 from .config import PREFIX, ArcticRLConfig
 from .errors import UnsupportedError
 from .horizon import warmup_problems
+from .loss_config import loss_request
 from .sampling_params import sampling_problems
 from .scoring_checks import scoring_problems
 from .server.sampling_spec import PROTECTED_ENGINE_ARGS
@@ -78,7 +79,38 @@ def _failure(function: Callable[[], Any]) -> Iterator[str]:
 
 
 def _backend(cfg: Any) -> Iterator[str]:
-    yield from _failure(lambda: RemoteBackendRegistry.check_name(cfg.trainer.arctic_rl.backend))
+    arctic = cfg.trainer.arctic_rl
+    yield from _failure(lambda: RemoteBackendRegistry.check_name(arctic.backend))
+    if arctic.comm_protocol == "ray":
+        if arctic.server_url is not None:
+            yield (
+                f"{PREFIX}.server_url={arctic.server_url!r} is read with {PREFIX}.comm_protocol=http only: write that "
+                "too, or leave server_url out"
+            )
+        return
+    if arctic.server_url is None or not arctic.server_url.startswith(("http://", "https://")):
+        yield (
+            f"{PREFIX}.comm_protocol=http needs {PREFIX}.server_url, which is {arctic.server_url!r}: write the URL "
+            "that python -m integrations.arctic_rl.server printed"
+        )
+    if arctic.backend not in ("builtin", "http"):
+        yield (
+            f"{PREFIX}.backend={arctic.backend!r} with {PREFIX}.comm_protocol=http: the server's own setting backend "
+            "chooses; leave it out here"
+        )
+    yield from _failure(lambda: _check_code(cfg))
+
+
+def _check_code(cfg: Any) -> None:
+    """Refuse a policy loss that would have to travel as code."""
+    if cfg.trainer.arctic_rl.loss_fn is not None:
+        return
+    if loss_request(cfg).own_micro_batches:
+        raise UnsupportedError(
+            f"trainer.algorithm.policy_loss_type={cfg.trainer.algorithm.policy_loss_type!r} travels to the workers as "
+            f"code, which is not sent over HTTP: write {PREFIX}.comm_protocol=ray, or register the loss on the server "
+            f"with {PREFIX}.processor_modules and name it in {PREFIX}.loss_fn"
+        )
 
 
 def _modules(cfg: Any) -> Iterator[str]:

@@ -25,7 +25,11 @@ class ArcticRLConfig:
     """
 
     backend: str = "builtin"
-    """Name of the registered remote backend that trains and samples."""
+    """Name of the registered remote backend that trains and samples, or the dotted path of one of your own."""
+    comm_protocol: Literal["ray", "http"] = "ray"
+    """How the backend is reached: ray = workers of this run on the Ray cluster; http = a server that is up already."""
+    server_url: str | None = None
+    """URL of that server (``python -m integrations.arctic_rl.server`` prints it); with comm_protocol=http only."""
     zero_stage: Literal[0, 2, 3] = 2
     """DeepSpeed ZeRO stage of the policy and the critic: 0 replicates everything, 2 shards optimizer and gradients, 3
     weights too."""

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
+from .backends.registry import backend_name
 from .described_placement import described_plan
 from .horizon import has_two_warmups, horizon
 from .inspection import Findings
@@ -62,7 +63,7 @@ def _server(cfg: Any) -> list[str]:
         config = server_config(cfg, run_id="", env_vars={})
     except (ValueError, TypeError, IndexError) as error:
         return [f"cannot be resolved: {line}" for line in str(error).splitlines()]
-    return [f"backend: {cfg.trainer.arctic_rl.backend}", *_fields(config)]
+    return [f"backend: {backend_name(cfg)}", *_fields(config)]
 
 
 def _fields(section: Any) -> list[str]:

@@ -194,10 +194,11 @@ def check_placement(cfg: Any) -> None:
         PlacementError: with the settings to change.
     """
     from .backends.builtin import describe_cluster, placement_request
+    from .backends.registry import backend_name
     from .placement import plan_placement
     from .server_config import server_config
 
-    if cfg.trainer.arctic_rl.backend == "builtin":
+    if backend_name(cfg) == "builtin":
         plan_placement(placement_request(server_config(cfg, run_id="", env_vars={})), describe_cluster())
 
 

@@ -9,7 +9,7 @@ from loguru import logger
 
 from .backend_client import SamplingClient
 from .backends.loop_thread import LoopThread
-from .backends.registry import RemoteBackendRegistry
+from .backends.registry import RemoteBackendRegistry, backend_name
 from .compose import apply_mixin
 from .environments import environment_modules, register_environments
 from .errors import UnsupportedError
@@ -32,7 +32,7 @@ class ArcticExpMixin:
     def __init__(self, cfg: Any, *args: Any, run_id: str, env_vars: dict[str, str], **kwargs: Any) -> None:
         register_environments(cfg.trainer.arctic_rl.env_modules)
         self._arctic_loop = LoopThread("arctic-backend")
-        backend_class = RemoteBackendRegistry.get(cfg.trainer.arctic_rl.backend)
+        backend_class = RemoteBackendRegistry.get(backend_name(cfg))
         self._arctic_backend = backend_class.from_config(server_config(cfg, run_id=run_id, env_vars=env_vars))
         self._arctic_generator: Any = None
         super().__init__(cfg, *args, **kwargs)

@@ -116,10 +116,11 @@ def _lengths(cfg: Any) -> Iterator[str]:
 def worker_count_problems(cfg: Any) -> Iterator[str]:
     """Whether the recipe's processes would fit a cluster without GPUs, the only kind that is served."""
     from .backends.builtin import placement_request
+    from .backends.registry import backend_name
     from .placement import ClusterDescription, Node, plan_placement
     from .server_config import server_config
 
-    if cfg.trainer.arctic_rl.backend != "builtin":
+    if backend_name(cfg) != "builtin":
         return
     try:
         config = server_config(cfg, run_id="", env_vars={})

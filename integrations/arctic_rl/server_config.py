@@ -56,6 +56,7 @@ def server_config(cfg: Any, *, run_id: str, env_vars: dict[str, str]) -> ServerC
         startup_timeout_s=arctic.startup_timeout_s,
         shutdown_timeout_s=arctic.shutdown_timeout_s,
         env_vars=env_vars,
+        server_url=arctic.server_url,
     )
 
 

@@ -130,6 +130,12 @@ class RemoteBackendRegistry:
         return cls._loaded[key]
 
 
+def backend_name(cfg: Any) -> str:
+    """The registered name of the backend that a recipe runs on."""
+    arctic = cfg.trainer.arctic_rl
+    return "http" if arctic.comm_protocol == "http" else arctic.backend
+
+
 def _add(table: dict[str, Loader], kind: str, name: str, entry: Any) -> None:
     if not callable(entry):
         raise ConfigError(f"the {kind} {name!r} is {entry!r}: register a class or a function that returns one")
