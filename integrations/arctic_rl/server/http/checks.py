@@ -25,6 +25,8 @@ _NUMBERS = (
     *("loss_mask", "advantages", "old_log_probs", "ref_log_prob", "rollout_is_weights", "rollout_logprobs"),
     *("values", "returns", "row_weights"),
 )
+_CODE = ("_cls", "_plugin", "logits_processors", "distributed_executor_backend")
+"""Ends of the names of vLLM's engine arguments that are paths of Python code."""
 _SENT_PARAMS = {*NEUTRAL, "max_tokens", "detokenize"}
 _META = ("temperature", "max_token_len_per_gpu", "zorro_train_enable")
 _COUNTS = ("batch_num_tokens", "global_batch_size", "dp_size")
@@ -58,6 +60,10 @@ def check_config(config: ServerConfig, settings: HttpSettings) -> None:
     wanted += [module for spec in others for module in spec.processor_modules]
     for name in wanted:
         _check_allowed("a job", name, settings.allowed_modules)
+    for name, value in config.sampling.engine_kwargs.items():
+        if name.endswith(_CODE):
+            for path in value if isinstance(value, list) else [value]:
+                _check_allowed(f"the engine argument {name}=", str(path), settings.allowed_modules)
     models = {config.policy.model_path, config.sampling.model_path}
     models |= {spec.model_path for spec in others}
     for model in sorted(models):

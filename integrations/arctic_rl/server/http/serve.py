@@ -40,6 +40,12 @@ def serve(settings: HttpSettings) -> None:
 
     from .app import make_app
 
+    class Server(uvicorn.Server):
+        async def startup(self, sockets: list | None = None) -> None:
+            await super().startup(sockets)
+            scheme = "http" if settings.tls_certificate is None else "https"
+            print(f"serving on {scheme}://{settings.host}:{socket.getsockname()[1]}", flush=True)
+
     config = uvicorn.Config(
         make_app(settings),
         host=settings.host,
@@ -60,10 +66,8 @@ def serve(settings: HttpSettings) -> None:
     if started_ray:
         os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
         ray.init(include_dashboard=False, log_to_driver=False)
-    scheme = "http" if settings.tls_certificate is None else "https"
-    print(f"serving on {scheme}://{settings.host}:{socket.getsockname()[1]}", flush=True)
     try:
-        uvicorn.Server(config).run(sockets=[socket])
+        Server(config).run(sockets=[socket])
     finally:
         socket.close()
         if started_ray:
