@@ -13,7 +13,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 TOKEN = "a token of more than sixteen characters"
 CHANGES = {"generator.sampling_params.additional_kwargs.seed": 7, "trainer.ckpt_interval": 2}
-TIMED = ("timing/", "generate/scoring_", "environment/process_id", "ray/")
+TIMED = (
+    "timing/",
+    "generate/scoring_",
+    "generate/trajectory_time_",
+    "trainer/tokens_per_second",
+    "environment/process_id",
+)
 """Metrics that no two runs have in common."""
 
 

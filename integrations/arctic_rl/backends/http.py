@@ -258,6 +258,7 @@ class HttpBackend(RemoteBackend):
         task = asyncio.ensure_future(call)
         if self._job_id is not None and (self._signs is None or self._signs.done()):
             self._signs = asyncio.ensure_future(self._give_signs())
+            self._signs.add_done_callback(lambda signs: signs.cancelled() or signs.exception())
         waited = {task} if self._signs is None else {task, self._signs}
         try:
             await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)

@@ -104,7 +104,8 @@ class Jobs:
                 )
             check_config(config, self._settings)
             logs = folder_inside(self._settings.storage_root, os.path.join(LOG_FOLDER, config.run_id))
-            config = dataclasses.replace(config, log_dir=logs)
+            # Not the client's: what carries a run's id is killed at its end, and the client may be on this machine.
+            config = dataclasses.replace(config, log_dir=logs, run_id=f"server-{uuid.uuid4().hex[:12]}")
             backend = RemoteBackendRegistry.get(self._settings.backend).from_config(config)
             job = Job(backend, config)
             try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -66,6 +67,9 @@ def serve(settings: HttpSettings) -> None:
     if started_ray:
         os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
         ray.init(include_dashboard=False, log_to_driver=False)
+    # Uvicorn stops in order at a signal and then raises it again for its earlier handler: Ray's exits with 15.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    signal.signal(signal.SIGINT, lambda *_: sys.exit(0))
     try:
         Server(config).run(sockets=[socket])
     finally:
