@@ -312,6 +312,21 @@ def test_prompts_behind_the_last_mini_batch_have_their_turn(loop, tmp_path):
     assert len(set().union(*passes)) == 22
 
 
+def test_a_critic_is_trained_before_the_policy_of_each_step(loop, tmp_path):
+    settings = {
+        "trainer.algorithm.advantage_estimator": "gae",
+        "trainer.critic.model.path": "some/model",
+        "trainer.critic_mini_batch_size": MINI_BATCH // 2,
+        "trainer.max_training_steps": 2,
+    }
+    run = train(config(tmp_path, **settings), loop)
+    updates = ["critic_fwd_bwd", "critic_step"] * 2 + ["fwd_bwd", "step"]
+    assert [name for name in run.backend.names() if name in updates] == updates * 2
+    forward = [job for job, *_ in run.backend.arguments("fwd_no_grad")]
+    assert forward.count("critic") == 4
+    assert len(lines(run.cfg, "critic_optimizer_steps.jsonl")) == 4
+
+
 class TestPasses:
     def loader(self, seed=3, workers=0):
         from skyrl.train.utils.trainer_utils import build_dataloader

@@ -150,6 +150,25 @@ def test_a_batch_that_is_judged_throughout_is_skyrls(estimator):
     assert torch.equal(both[0]["advantages"], both[1]["advantages"])
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_advantages_and_returns_of_a_critics_values_are_too(seed):
+    import torch
+
+    rewards, mask, uids, judged = random_case(seed)
+    values = torch.randn(rewards.shape, generator=torch.Generator().manual_seed(seed)) * mask
+    settings = ("trainer.algorithm.advantage_estimator=gae", "trainer.algorithm.lambd=0.9")
+    kept, out = ([row for row, known in enumerate(judged) if known is wanted] for wanted in (True, False))
+    batch = make_batch(rewards.clone(), mask, uids, out)
+    batch["values"] = values
+    ours = make_trainer(*settings, mixin=True).compute_advantages_and_returns(batch)
+    alone = make_batch(rewards[kept], mask[kept], [uids[row] for row in kept])
+    alone["values"] = values[kept]
+    expected = make_trainer(*settings, mixin=False).compute_advantages_and_returns(alone)
+    tokens = mask[kept].bool()
+    for name in ("advantages", "returns"):
+        torch.testing.assert_close(ours[name][kept][tokens], expected[name][tokens], rtol=1e-6, atol=1e-6)
+
+
 def test_step_wise_rows_take_the_advantage_of_their_trajectory():
     import torch
 
