@@ -279,6 +279,7 @@ class Outcome:
         """The reference's updates; ``changed`` may alter copies of each step's config and batch."""
         settings = dataclasses.asdict(scenario.optimizer)
         assert settings.pop("lr_warmup_ratio") is None and settings.pop("min_lr_ratio") is None
+        assert settings.pop("section") == "trainer.policy.optimizer_config"
         model = copy.deepcopy(self._models[scenario.tied])
         trainer = ReferenceTrainer(
             model if scenario.lora is None else with_adapters(model, scenario.lora, SEED),
