@@ -2,6 +2,7 @@
 
 import asyncio
 import multiprocessing
+import os
 import random
 import socket
 import sys
@@ -102,6 +103,8 @@ def _draw(rank: int) -> None:
 def _limit_file_size(nbytes: int | None) -> None:
     import resource
 
+    # The rank's own log is a file too, and has grown with every test before.
+    os.ftruncate(1, 0)
     limit = resource.RLIM_INFINITY if nbytes is None else nbytes
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
 

@@ -90,6 +90,8 @@ def test_adapters_under_a_loss_of_the_users_own(tmp_path):
         "trainer.arctic_rl.logits_optimization": "compute",
         "trainer.algorithm.use_kl_loss": True,
         "trainer.policy.model.lora.rank": 4,
+        "generator.sampling_params.additional_kwargs.seed": 7,
+        "generator.sampling_params.max_generate_length": 32,
         "trainer.policy.optimizer_config.lr": 1e-2,
         "trainer.ckpt_interval": 2,
         "trainer.hf_save_interval": 2,
