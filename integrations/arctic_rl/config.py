@@ -33,6 +33,9 @@ class ArcticRLConfig:
     zero_stage: Literal[0, 2, 3] = 2
     """DeepSpeed ZeRO stage of the policy and the critic: 0 replicates everything, 2 shards optimizer and gradients, 3
     weights too."""
+    deepspeed: dict[str, Any] = field(default_factory=dict)
+    """More of DeepSpeed's own config for the policy and the critic: offloading, bucket sizes, communication_data_type,
+    its logs. A key that another setting rules must agree with it, one that would be lost is refused."""
     max_cpu_workers: int = 4
     """Without GPUs, the most worker processes (training ranks, the critic's too, reference ranks and engines) one run
     may start."""

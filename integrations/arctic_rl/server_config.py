@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from typing import Any
 
@@ -107,6 +108,7 @@ def _training_spec(cfg: Any, role: str, threads: int) -> TrainingSpec:
         value_head=trainer.algorithm.value_head_prefix if is_critic else None,
         fresh_value_head=is_critic and path == trainer.policy.model.path,
         lora=_lora_spec(cfg, role) if role != "ref" and vars(trainer)[role].model.lora.rank > 0 else None,
+        deepspeed={} if role == "ref" else copy.deepcopy(dict(trainer.arctic_rl.deepspeed)),
     )
 
 

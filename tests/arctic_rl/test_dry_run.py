@@ -532,7 +532,7 @@ def test_a_value_of_another_type_leaves_the_rest_readable():
 def test_unknown_settings_are_told_beside_the_rest():
     cfg, problems = parse_what_is_known(["trainer.algorithm.eps=1", "trainer.arctic_rl.x=1", "generator.max_turns=2"])
     assert cfg.generator.max_turns == 2
-    assert [line for line in problems if "eps" in line] == ["trainer.algorithm.eps: SkyRL 0.4.0 has no such setting"]
+    assert [line for line in problems if ".eps:" in line] == ["trainer.algorithm.eps: SkyRL 0.4.0 has no such setting"]
     assert len(problems) == 2 and any("trainer.arctic_rl.x" in line for line in problems)
 
 

@@ -15,6 +15,7 @@ from skyrl_gym.envs.registration import registry
 
 from integrations.arctic_rl.checkpoint import set_latest, write_manifest
 from integrations.arctic_rl.checks import setting_problems
+from integrations.arctic_rl.dry_run import report
 from integrations.arctic_rl.entrypoint import load_config
 from integrations.arctic_rl.errors import ConfigError, UnsupportedError
 from integrations.arctic_rl.inspection import inspect_config
@@ -417,6 +418,10 @@ class TestModelConfig:
 
 
 ODD = {
+    "trainer.arctic_rl.deepspeed.zero_optimization.reduce_bucket_size": (
+        77,
+        lambda c: c.policy.deepspeed.get("zero_optimization", {}).get("reduce_bucket_size"),
+    ),
     "trainer.policy.optimizer_config.lr": (3.5e-4, lambda c: c.policy.optimizer.lr),
     "trainer.policy.optimizer_config.weight_decay": (0.37, lambda c: c.policy.optimizer.weight_decay),
     "trainer.policy.optimizer_config.max_grad_norm": (0.7, lambda c: c.policy.optimizer.max_grad_norm),
@@ -443,6 +448,25 @@ class TestServerConfig:
         odd = server_config(parse(f"{setting}={json.dumps(value)}"), run_id="x", env_vars={})
         assert read(odd) == value
         assert read(plain) != value
+
+    def test_the_deepspeed_block_is_for_what_is_trained_and_checked_with_the_rest(self):
+        block = "trainer.arctic_rl.deepspeed"
+        asked = (f"{block}.zero_optimization.offload_optimizer.device=cpu", f"{block}.steps_per_print=5")
+        cfg = parse(*asked, "trainer.critic.model.path=tiny")
+        config = server_config(cfg, run_id="x", env_vars={})
+        told = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}, "steps_per_print": 5}
+        assert (config.policy.deepspeed, config.critic.deepspeed, config.reference.deepspeed) == (told, told, {})
+        assert not [line for line in inspect_config(parse(*asked)).refused if block in line]
+        assert str(told) in report(parse(*asked), inspect_config(parse(*asked)), "unknown")
+        clipped, odd = (
+            line
+            for line in inspect_config(parse(f"{block}.gradient_clipping=3", f"{block}.zero_opt=1")).refused
+            if block in line
+        )
+        assert clipped == f"{block}.gradient_clipping=3: it is computed; write trainer.policy.optimizer_config." + (
+            "max_grad_norm"
+        )
+        assert odd == f"{block}.zero_opt=1 is not a key of DeepSpeed's: did you mean 'zero_optimization'?"
 
     def test_betas_dtype_and_the_engines_raw_arguments(self):
         cfg = parse(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import ArcticError, PackingError, UnsupportedError
+from .deepspeed_config import deepspeed_config
 from .lora import Weight, adapter_parameters, add_adapters, model_weights, stand_alone
 from .model_config import load_model_config
 from .specs import OptimizerSpec, TrainingSpec
@@ -116,29 +117,6 @@ def _check_sharing(model: PreTrainedModel, spec: TrainingSpec) -> None:
     check_can_share(model, training=training)
     if spec.zorro_self_check:
         check_by_running(model, spec.device, training=training)
-
-
-def deepspeed_config(spec: TrainingSpec) -> dict[str, Any]:
-    """DeepSpeed's config of the policy.
-
-    ``managed_gradient_accumulation`` is off: ``backward`` accumulates and ``step`` is the boundary, so that the number
-    of micro-batches may differ from step to step and no boundary flag can be left in the wrong state. In bfloat16,
-    gradients are reduced and accumulated in float32, as SkyRL's FSDP does; ZeRO stage 0 can only do so in bfloat16.
-    """
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 1,
-        "managed_gradient_accumulation": False,
-        "gradient_clipping": spec.optimizer.max_grad_norm,
-        "bf16": {"enabled": spec.dtype == "bfloat16"},
-        "zero_optimization": {"stage": spec.zero_stage, "overlap_comm": False, "contiguous_gradients": True},
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        "steps_per_print": 2**31,
-    }
-    if spec.dtype == "bfloat16" and spec.zero_stage > 0:
-        config |= {"data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "fp32"}
-    return config
 
 
 def build_optimizer(model: torch.nn.Module, spec: OptimizerSpec) -> torch.optim.AdamW:

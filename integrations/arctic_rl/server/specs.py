@@ -98,6 +98,13 @@ class TrainingSpec:
     """Of a critic: draw the value head afresh even where ``model_path`` holds one."""
     lora: LoraSpec | None = None
     """Adapters that are trained; None = all weights are."""
+    deepspeed: dict[str, Any] = field(default_factory=dict)
+    """More of DeepSpeed's config, below what the other settings say; empty for a reference model."""
+
+    def __post_init__(self) -> None:
+        from .deepspeed_config import check_deepspeed
+
+        check_deepspeed(self)
 
 
 @dataclass(frozen=True)

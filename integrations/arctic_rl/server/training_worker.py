@@ -345,8 +345,11 @@ class TrainingWorker:
 
     def engine_config(self) -> dict[str, Any]:
         """The settings that the built engine runs with."""
+        from .deepspeed_config import built_settings
+
         return {
             "zero_stage": int(self._engine.zero_optimization_stage()),
+            "deepspeed": built_settings(self._engine),
             "gradient_clipping": self._engine.gradient_clipping(),
             "bf16": self._engine.bfloat16_enabled(),
             "optimizer": type(self._optimizer).__name__,
