@@ -4,7 +4,7 @@
 set -euo pipefail
 
 source "$(dirname "${BASH_SOURCE[0]}")/../scripts/install.sh"
-install_project
+install_project --extra arctic-platform
 cd "$project_root"
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 

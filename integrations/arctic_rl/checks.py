@@ -81,6 +81,10 @@ def _failure(function: Callable[[], Any]) -> Iterator[str]:
 def _backend(cfg: Any) -> Iterator[str]:
     arctic = cfg.trainer.arctic_rl
     yield from _failure(lambda: RemoteBackendRegistry.check_name(arctic.backend))
+    if arctic.backend == "arctic-platform":
+        from .backends.arctic_platform.refusals import setting_refusals
+
+        yield from setting_refusals(cfg)
     if arctic.comm_protocol == "ray":
         if arctic.server_url is not None:
             yield (

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..config import nearest
-from ..errors import ConfigError
+from ..errors import ConfigError, UnsupportedError
 
 if TYPE_CHECKING:
     from ..server.specs import ServerConfig
@@ -197,3 +197,10 @@ def _http() -> type[RemoteBackend]:
     from .http import HttpBackend
 
     return HttpBackend
+
+
+@RemoteBackendRegistry.register("arctic-platform")
+def _arctic_platform() -> type[RemoteBackend]:
+    from .arctic_platform.refusals import NO_ROLLOUTS
+
+    raise UnsupportedError(f"trainer.arctic_rl.backend='arctic-platform': {NO_ROLLOUTS}")

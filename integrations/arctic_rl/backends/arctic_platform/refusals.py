@@ -1,0 +1,124 @@
+"""Settings of a recipe that ``arctic-platform``'s server or client would ignore, a line each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from .payload import CLIP_RANGE, DUAL_CLIP
+
+__all__ = ["NO_ROLLOUTS", "setting_refusals"]
+
+NO_ROLLOUTS = (
+    "the sampling call of that package takes prompts as text, not as the recipe's tokens, which another tokenization "
+    "could replace unseen: write builtin"
+)
+
+_ALGORITHM = "trainer.algorithm"
+_ARCTIC = "trainer.arctic_rl"
+
+
+def setting_refusals(cfg: Any) -> Iterator[str]:
+    """What a recipe asks for that the package would ignore or do otherwise.
+
+    SkyRL reduces and weights the advantages itself, so that every ``loss_reduction`` is a plain sum on the server,
+    which has that; its own sequence-level reductions, wrong in packed rows, are never asked for.
+
+    Args:
+        cfg: a ``SkyRLTrainConfig`` with ``trainer.arctic_rl``, whose backend is ``arctic-platform``.
+    """
+    yield f"{_ARCTIC}.backend='arctic-platform': {NO_ROLLOUTS}"
+    for check in (_loss, _processing, _models, _optimizer, _calls):
+        yield from check(cfg)
+
+
+def _loss(cfg: Any) -> Iterator[str]:
+    algorithm = cfg.trainer.algorithm
+    if algorithm.policy_loss_type != "dual_clip":
+        yield (
+            f"{_ALGORITHM}.policy_loss_type={algorithm.policy_loss_type!r}: this server has the clipped surrogate "
+            "with a dual clip only: write dual_clip"
+        )
+    for name, value in (("eps_clip_low", CLIP_RANGE), ("eps_clip_high", CLIP_RANGE), ("clip_ratio_c", DUAL_CLIP)):
+        if vars(algorithm)[name] != value:
+            yield (
+                f"{_ALGORITHM}.{name}={vars(algorithm)[name]!r}: this server takes {value} whatever it is told: write "
+                f"{value}"
+            )
+    if algorithm.use_kl_loss:
+        yield (
+            f"{_ALGORITHM}.use_kl_loss=True: this server sums the KL term over tokens as it does the policy's, where "
+            "SkyRL takes the mean over rows: write false; use_kl_in_reward needs no such term"
+        )
+    if algorithm.use_entropy_loss:
+        yield (
+            f"{_ALGORITHM}.use_entropy_loss=True: this server's entropies are one token off their mask: write false"
+        )
+
+
+def _processing(cfg: Any) -> Iterator[str]:
+    arctic = cfg.trainer.arctic_rl
+    if arctic.loss_fn is not None:
+        yield f"{_ARCTIC}.loss_fn={arctic.loss_fn!r}: this server does not know our losses: leave it out"
+    if arctic.processor_modules:
+        yield f"{_ARCTIC}.processor_modules={arctic.processor_modules!r}: this server imports none: leave it out"
+    if arctic.use_zorro:
+        yield (
+            f"{_ARCTIC}.use_zorro=True: this server reuses the mask of its first micro-batch for others of its size: "
+            "write false"
+        )
+    if arctic.logits_optimization == "memory":
+        yield (
+            f"{_ARCTIC}.logits_optimization='memory': this server has it with shared prompts only: write compute or "
+            "none"
+        )
+    if arctic.logits_compute_from_fp32_inputs:
+        yield (
+            f"{_ARCTIC}.logits_compute_from_fp32_inputs=True: this server has it with shared prompts only: write false"
+        )
+
+
+def _models(cfg: Any) -> Iterator[str]:
+    trainer = cfg.trainer
+    if trainer.critic.model.path:
+        yield f"trainer.critic.model.path={trainer.critic.model.path!r}: this server has no critic: leave it out"
+    if trainer.policy.model.lora.rank > 0:
+        yield (
+            f"trainer.policy.model.lora.rank={trainer.policy.model.lora.rank}: this server trains all weights: write 0"
+        )
+    if trainer.policy.model_config_kwargs:
+        yield (
+            f"trainer.policy.model_config_kwargs={dict(trainer.policy.model_config_kwargs)!r}: this server loads the "
+            "model as it is saved: leave it out"
+        )
+    uses_reference = trainer.algorithm.use_kl_loss or trainer.algorithm.use_kl_in_reward
+    if uses_reference and trainer.ref.model.path != trainer.policy.model.path:
+        yield (
+            f"trainer.ref.model.path={trainer.ref.model.path!r}: all jobs of this server have one model: write "
+            "trainer.policy.model.path's"
+        )
+    if not trainer.bf16:
+        yield "trainer.bf16=False: this server trains in bfloat16: write true"
+
+
+def _optimizer(cfg: Any) -> Iterator[str]:
+    optimizer, arctic = cfg.trainer.policy.optimizer_config, cfg.trainer.arctic_rl
+    section = "trainer.policy.optimizer_config"
+    if optimizer.scheduler not in ("constant", "constant_with_warmup"):
+        yield (
+            f"{section}.scheduler={optimizer.scheduler!r}: this server's schedules are DeepSpeed's, not those of "
+            "transformers: write constant"
+        )
+    if optimizer.num_warmup_steps:
+        yield f"{section}.num_warmup_steps={optimizer.num_warmup_steps}: this server's warm-up is DeepSpeed's: write 0"
+    for name in ("lr_warmup_ratio", "min_lr_ratio"):
+        if vars(arctic)[name] is not None:
+            yield f"{_ARCTIC}.{name}={vars(arctic)[name]!r}: this server's schedules are DeepSpeed's: leave it out"
+
+
+def _calls(cfg: Any) -> Iterator[str]:
+    trainer = cfg.trainer
+    if trainer.fully_async.enabled:
+        yield "trainer.fully_async.enabled=True: the package's client cannot pause requests under way: write false"
+    if trainer.policy.torch_profiler_config.enable:
+        yield "trainer.policy.torch_profiler_config.enable=True: the package's client has no profiler: write false"
