@@ -189,7 +189,7 @@ class HttpBackend(RemoteBackend):
     async def shutdown(self) -> None:
         with contextlib.suppress(ArcticError):
             if self._job_id is not None:
-                await self._send("DELETE", f"/v1/jobs/{self._job_id}")
+                await self._send("DELETE", f"/v1/jobs/{self._job_id}", tries=2)
         await self._close()
 
     async def destroy(self) -> None:
@@ -227,7 +227,9 @@ class HttpBackend(RemoteBackend):
                     raise from_answer(item["status"], item, self._url + path)
                 results[left[item["index"]]] = item["result"]
 
-    async def _send(self, method: str, path: str, *, timeout_s: float | None = None, **content: Any) -> httpx.Response:
+    async def _send(
+        self, method: str, path: str, *, timeout_s: float | None = None, tries: int = TRIES, **content: Any
+    ) -> httpx.Response:
         """One answer, whatever number of tries it takes.
 
         Raises:
@@ -236,14 +238,14 @@ class HttpBackend(RemoteBackend):
         headers = {**self._headers(), **content.pop("headers", {}), REQUEST_ID: uuid.uuid4().hex}
         timeout = httpx.Timeout(timeout_s, connect=CONNECT_TIMEOUT_S)
         pause = FIRST_PAUSE_S
-        for attempt in range(TRIES):
+        for attempt in range(tries):
             try:
                 request = self._connection().request(
                     method, self._url + path, headers=headers, timeout=timeout, **content
                 )
                 answer = await self._while_alive(request)
             except httpx.TransportError as error:
-                if attempt == TRIES - 1:
+                if attempt == tries - 1:
                     raise self._unreachable(error) from error
                 await asyncio.sleep(pause)
                 pause *= 2

@@ -18,6 +18,8 @@ from integrations.arctic_rl.client import ClientConfig, create_arctic_rl_client
 from tests.arctic_rl.backends import model_backend
 from tests.arctic_rl.server.http.hostile import KINDS, hostile_requests, send_raw
 
+pytestmark = pytest.mark.slow
+
 COUNT, WARM_UP = 2_000, 10
 GROWTH_LIMIT = 20 * 2**20
 
