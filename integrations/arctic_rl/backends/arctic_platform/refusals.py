@@ -28,7 +28,7 @@ def setting_refusals(cfg: Any) -> Iterator[str]:
         cfg: a ``SkyRLTrainConfig`` with ``trainer.arctic_rl``, whose backend is ``arctic-platform``.
     """
     yield f"{_ARCTIC}.backend='arctic-platform': {NO_ROLLOUTS}"
-    for check in (_loss, _processing, _models, _optimizer, _calls):
+    for check in (_loss, _processing, _micro_batches, _models, _optimizer, _calls):
         yield from check(cfg)
 
 
@@ -75,6 +75,27 @@ def _processing(cfg: Any) -> Iterator[str]:
     if arctic.logits_compute_from_fp32_inputs:
         yield (
             f"{_ARCTIC}.logits_compute_from_fp32_inputs=True: this server has it with shared prompts only: write false"
+        )
+
+
+def _micro_batches(cfg: Any) -> Iterator[str]:
+    trainer = cfg.trainer
+    if trainer.max_tokens_per_microbatch > 0:
+        yield (
+            f"trainer.max_tokens_per_microbatch={trainer.max_tokens_per_microbatch}: this server cuts every call into "
+            "the number of micro-batches that it was started with: write -1"
+        )
+    rows = trainer.micro_train_batch_size_per_gpu
+    if trainer.micro_forward_batch_size_per_gpu != rows:
+        yield (
+            f"trainer.micro_forward_batch_size_per_gpu={trainer.micro_forward_batch_size_per_gpu}: this server cuts "
+            "log-prob passes of the policy as it does updates: write trainer.micro_train_batch_size_per_gpu's, "
+            f"{rows}"
+        )
+    if trainer.gradient_checkpointing and trainer.gradient_checkpointing_use_reentrant:
+        yield (
+            "trainer.gradient_checkpointing_use_reentrant=True: this server leaves the choice to transformers: write "
+            "false"
         )
 
 
