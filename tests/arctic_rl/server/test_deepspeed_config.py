@@ -221,6 +221,10 @@ def _rank(rank, folder, port):
             refresh_model(engine, optimizer, stage)
             doubled = {key: value.clone() for key, value in full_parameters(engine, stage)}
             results[stage, name] = settings, weights, norm, saved, doubled
+        block = {"communication_data_type": "bf16"}
+        for dtype in ("float32", "bfloat16"):
+            engine, _ = initialize_engine(tiny_model(), spec(block, stage=stage, dtype=dtype))
+            results[stage, dtype] = built_settings(engine)["communication_data_type"]
     torch.save(results, f"{folder}/rank{rank}.pt")
     deepspeed.comm.destroy_process_group()
 
@@ -275,6 +279,12 @@ def test_it_reaches_the_engine_and_the_updates_stay_right(engines, plain_updates
             shares[key][start_of : start_of + len(values["weight"])] = values["weight"]
     for key, value in engines[0][stage, name][1].items():
         assert torch.equal(shares[key].view_as(value), value), key
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", VARIANTS)
+def test_the_dtype_of_communication_reaches_the_engine_in_either_dtype_of_training(engines, stage):
+    assert [engines[0][stage, dtype] for dtype in ("float32", "bfloat16")] == ["torch.bfloat16"] * 2
 
 
 @pytest.mark.slow
