@@ -21,6 +21,7 @@ from .checkpoint import (
     write_manifest,
     written_aside,
 )
+from .checkpoint_kind import kind_problems
 from .errors import CheckpointError
 from .prompt_order import PromptOrder, check_facts, rows_facts
 from .random_state import random_state, set_random_state
@@ -46,7 +47,7 @@ class ResumeMixin:
         self._arctic_restored: dict[str, Any] = {}
         self._arctic_loaded: tuple[Path, int] | None = None
         sweep(self._checkpoint_root())
-        for folder in Path(self.cfg.trainer.export_path).glob(f"{STEP_PREFIX}*"):
+        for folder in Path(self.cfg.trainer.export_path).expanduser().glob(f"{STEP_PREFIX}*"):
             sweep(folder)
         self._arctic_order_facts: dict[str, Any] | None = None
         if self.train_dataloader is not None and not self.cfg.trainer.fully_async.enabled:
@@ -96,6 +97,8 @@ class ResumeMixin:
             with self._resuming("none", None):
                 return super().load_checkpoints()
         manifest = verify(folder)
+        for problem in kind_problems(folder, manifest, self.cfg):
+            raise CheckpointError(problem)
         state = json.loads((folder / STATE_NAME).read_text(encoding="utf-8"))
         if _REFERENCE in manifest.parts and self.ref_model is not None and not self._saves_reference():
             raise CheckpointError(

@@ -17,7 +17,7 @@ from skyrl.train.trainer import RayPPOTrainer
 
 from integrations.arctic_rl.backends.loop_thread import LoopThread
 from integrations.arctic_rl.compose import apply_mixin, with_mixin
-from integrations.arctic_rl.errors import ArcticError, UnsupportedError
+from integrations.arctic_rl.errors import ArcticError, CheckpointError, UnsupportedError
 from integrations.arctic_rl.experiment import ArcticExpMixin
 from integrations.arctic_rl.fully_async import ArcticFullyAsyncMixin, ShuffledPasses, WatchedGenerator
 from integrations.arctic_rl.generator import make_generator_class
@@ -25,6 +25,7 @@ from integrations.arctic_rl.inference import ArcticInferenceClient
 from integrations.arctic_rl.skyrl_config import parse_config
 from integrations.arctic_rl.unjudged import UnjudgedMask
 from integrations.arctic_rl.weight_versions import WeightVersionsMixin
+from tests.arctic_rl import resume_runs
 from tests.arctic_rl.in_process_backend import InProcessBackend
 
 SAMPLES, MINI_BATCH, STALENESS, WORKERS = 2, 4, 1, 6
@@ -367,6 +368,29 @@ class TestResume:
         assert list(by_step) == list(range(1, 11))
         for epoch in (range(1, 6), range(6, 11)):
             assert sorted(uid for step in epoch for uid in by_step[step]) == sorted(str(row) for row in range(20))
+
+    def test_a_synchronous_run_does_not_go_on_from_an_asynchronous_one_nor_the_reverse(self, loop, tmp_path):
+        cfg = config(tmp_path, **{"trainer.max_training_steps": 1, "trainer.ckpt_interval": 1})
+        train(cfg, loop)
+        latest = "trainer.resume_mode=latest"
+        with pytest.raises(CheckpointError, match=r"is of an asynchronous run.*fully_async\.enabled=true"):
+            resume_runs.run(
+                resume_runs.config(tmp_path, latest),
+                InProcessBackend(),
+                loop,
+                resume_runs.Rollouts({}),
+                dataset=prompts(20),
+            )
+        other = tmp_path / "other"
+        resume_runs.run(
+            resume_runs.config(other, "trainer.max_training_steps=1"),
+            InProcessBackend(),
+            loop,
+            resume_runs.Rollouts({}),
+            dataset=prompts(20),
+        )
+        with pytest.raises(CheckpointError, match=r"is of a synchronous run.*fully_async\.enabled=false"):
+            train(config(other, **{"trainer.resume_mode": "latest"}), loop)
 
     def test_a_finished_run_has_nothing_left(self, loop, tmp_path):
         cfg = config(tmp_path, **{"trainer.ckpt_interval": 100})

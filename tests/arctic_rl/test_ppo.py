@@ -205,13 +205,21 @@ def test_a_resumed_run_is_the_run_that_was_not_stopped(loop, tmp_path):
             assert all(torch.equal(ended[-1][name][key], value) for key, value in weights.items()), name
 
 
-def test_a_checkpoint_without_a_critic_is_not_gone_on_from(loop, tmp_path):
+def test_a_checkpoint_without_a_critic_is_not_gone_on_from_with_one_nor_the_reverse(loop, tmp_path):
     from integrations.arctic_rl.errors import CheckpointError
 
     models = {"policy": packable(runs.models()["policy"])}
-    first = resumable(tmp_path, "trainer.max_training_steps=1")
+    first = resumable(tmp_path / "a", "trainer.max_training_steps=1")
     run(first, InProcessBackend(models), loop, Rollouts({}))
     models["critic"] = packable(value_model())
-    saved = tmp_path / "checkpoints" / "global_step_1"
-    with pytest.raises(CheckpointError, match=r"lacks .*critic"):
+    before = {name: model.state_dict()["lm_head.weight"].clone() for name, model in models.items() if name == "policy"}
+    saved = tmp_path / "a" / "checkpoints" / "global_step_1"
+    with pytest.raises(CheckpointError, match=r"holds no critic.*leave trainer\.critic\.model\.path out"):
         run(resumable(tmp_path / "b", *PPO, *resuming(saved)), InProcessBackend(models), loop, Rollouts({}))
+    assert all(torch.equal(models[name].state_dict()["lm_head.weight"], value) for name, value in before.items())
+    run(resumable(tmp_path / "c", *PPO, "trainer.max_training_steps=1"), InProcessBackend(models), loop, Rollouts({}))
+    saved = tmp_path / "c" / "checkpoints" / "global_step_1"
+    backend = InProcessBackend({"policy": models["policy"]})
+    with pytest.raises(CheckpointError, match=r"global_step_1 holds a critic.*write trainer\.critic\.model\.path"):
+        run(resumable(tmp_path / "d", *resuming(saved)), backend, loop, Rollouts({}))
+    assert "load_checkpoint" not in backend.names()

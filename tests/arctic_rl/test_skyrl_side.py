@@ -187,6 +187,20 @@ class TestPreflight:
             assert line.startswith(said) and "manifest.json" in line
         assert preflight_problems(self.cfg(tmp_path, "trainer.resume_mode=null")) == []
 
+    def test_a_checkpoint_of_a_run_of_another_kind(self, tmp_path):
+        folder = self.checkpoint(tmp_path)
+        critic = (f"trainer.critic.model.path={tmp_path}", "trainer.algorithm.advantage_estimator=gae")
+        (line,) = preflight_problems(self.cfg(tmp_path, *critic))
+        assert line.startswith("trainer.resume_mode=latest") and "holds no critic" in line
+        (folder / "critic").mkdir()
+        (folder / "critic" / "share").touch()
+        (folder / "fully_async_state.pt").touch()
+        write_manifest(folder, 7)
+        held, kind = preflight_problems(self.cfg(tmp_path))
+        assert "holds a critic" in held and "is of an asynchronous run" in kind
+        asynchronous = ("trainer.fully_async.enabled=true", "trainer.placement.colocate_all=false")
+        assert preflight_problems(self.cfg(tmp_path, *critic, *asynchronous)) == []
+
     def test_a_checkpoint_that_is_gone(self, tmp_path):
         folder = self.checkpoint(tmp_path)
         folder.rename(folder.parent / "elsewhere")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from .entries import (
@@ -54,6 +55,18 @@ def _local_folder(setting: str, value: Any, cfg: Any) -> Iterable[str]:
         yield refusal(setting, value, "cloud storage is not there yet", "write a local folder")
 
 
+def _exports(setting: str, value: Any, cfg: Any) -> Iterable[str]:
+    yield from _local_folder(setting, value, cfg)
+    same = Path(value).expanduser().resolve() == Path(cfg.trainer.ckpt_path).expanduser().resolve()
+    if same and cfg.trainer.hf_save_interval > 0:
+        yield refusal(
+            setting,
+            value,
+            "trainer.ckpt_path is the same folder, and exports would replace the policy of checkpoints of their step",
+            "write a folder of its own",
+        )
+
+
 def _only_wandb(cfg: Any) -> str | None:
     return None if cfg.trainer.logger == "wandb" else "read by the wandb tracker only"
 
@@ -89,7 +102,7 @@ RUN_CONTROL: dict[str, Entry] = under(
             limit=_local_folder,
             idle=_not_from_path,
         ),
-        "log_path": ours("logs of workers, metrics.jsonl and optimizer_steps.jsonl"),
+        "log_path": ours("logs of workers, metrics.jsonl and optimizer_steps.jsonl", limit=_local_folder),
         "ckpt_path": ours(
             "folder of checkpoints, one that all nodes share",
             f"{_RESUME}test_latest_is_taken_up",
@@ -107,7 +120,7 @@ RUN_CONTROL: dict[str, Entry] = under(
             _TRAIN,
             f"{_ENGINES}test_an_export_gives_the_trainers_log_probs",
         ),
-        "export_path": skyrls("folder of exports, dumped batches and evaluations", _EVALUATE, limit=_local_folder),
+        "export_path": skyrls("folder of exports, dumped batches and evaluations", _EVALUATE, limit=_exports),
         "epochs": skyrls("passes over the data", _TRAIN),
         "max_training_steps": skyrls("the run ends after so many batches", _TRAIN),
         "update_epochs_per_batch": skyrls(
