@@ -6,6 +6,7 @@ import os
 import site
 import sys
 import sysconfig
+import traceback
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -41,13 +42,22 @@ def load_module(reference: str) -> ModuleType:
     name, file = _locate(reference)
     try:
         module = import_module(name)
-    except ImportError as error:
+    except Exception as error:
         hint = ""
-        if file is not None and "relative import" in str(error):
+        if file is not None and isinstance(error, ImportError) and "relative import" in str(error):
             hint = ": give it as a dotted name, from the folder that holds its package"
-        raise ConfigError(f"{reference} cannot be imported: {type(error).__name__}: {error}{hint}") from error
+        cause = f"{type(error).__name__}: {error}{_place(error)}"
+        raise ConfigError(f"{reference} cannot be imported: {cause}{hint}") from error
     require_file(module, file)
     return module
+
+
+def _place(error: Exception) -> str:
+    """Where an error was raised, for a message; a syntax error and a failed import say it themselves."""
+    if isinstance(error, SyntaxError | ImportError):
+        return ""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f" ({frame.filename}, line {frame.lineno})"
 
 
 def _locate(reference: str) -> tuple[str, str | None]:

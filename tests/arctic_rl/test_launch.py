@@ -162,6 +162,14 @@ class TestFinding:
         name = write_module("from skyrl.train.entrypoints.main_base import create_engines")
         with pytest.raises(ConfigError, match="cannot import name 'create_engines'"):
             load_module(name)
+        for text, said in {
+            "def main(:\n": r"SyntaxError: .*\(entry_\w+\.py, line 1\)",
+            "\nx = undefined\n": r"NameError: name 'undefined' is not defined \(.*entry_\w+\.py, line 2\)",
+            "raise ValueError('no such GPU')": r"ValueError: no such GPU \(.*entry_\w+\.py, line 1\)",
+        }.items():
+            name = write_module(text)
+            with pytest.raises(ConfigError, match=rf"^{name} cannot be imported: {said}$"):
+                load_module(name)
         name = write_module("from .env import X", tmp_path / "package")
         with pytest.raises(ConfigError, match=r"relative import.*dotted name"):
             load_module(str(tmp_path / "package" / f"{name}.py"))

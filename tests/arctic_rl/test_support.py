@@ -359,6 +359,7 @@ IDLE = {
     "trainer.placement.ref_num_nodes=2": ["trainer.algorithm.use_kl_loss=false"],
     "trainer.eval_batch_size=3": ["trainer.eval_interval=-1"],
     "trainer.tags=[a]": [],
+    "trainer.print_example_interval=7": ["trainer.fully_async.enabled=true", "trainer.eval_interval=-1"],
     "generator.chat_template.source=file": [],
     "generator.eval_sampling_params.top_p=0.5": ["trainer.eval_interval=0"],
 }

@@ -75,6 +75,12 @@ def _without_checkpoints(cfg: Any) -> str | None:
     return None if cfg.trainer.ckpt_interval > 0 else "no checkpoints"
 
 
+def _prints_nothing(cfg: Any) -> str | None:
+    if cfg.trainer.fully_async.enabled and without_evaluation(cfg):
+        return "asynchronous training prints examples of evaluations only, and there is no evaluation"
+    return None
+
+
 def _not_from_path(cfg: Any) -> str | None:
     return None if cfg.trainer.resume_mode == "from_path" else "read with trainer.resume_mode=from_path only"
 
@@ -170,7 +176,7 @@ RUN_CONTROL: dict[str, Entry] = under(
         "tags": skyrls("tags of the run", f"{_EXPERIMENT}.get_tracker", idle=_only_wandb),
         "dump_data_batch": skyrls("each batch is written to a file", _TRAIN),
         "dump_eval_results": skyrls("evaluations are written to files", _EVALUATE, idle=without_evaluation),
-        "print_example_interval": skyrls("steps between printed examples", _TRAIN),
+        "print_example_interval": skyrls("steps between printed examples", _TRAIN, idle=_prints_nothing),
         "num_logger_eval_samples": skyrls("evaluation samples in the tracker", _EVALUATE, idle=_only_wandb),
         "num_logger_train_samples": skyrls("training samples in the tracker", _TRAIN, idle=_only_wandb),
         "log_example_interval": skyrls(
