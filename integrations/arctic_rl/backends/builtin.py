@@ -420,6 +420,8 @@ class BuiltinBackend(RemoteBackend):
             cause = getattr(future.exception(), "cause", None) if _failed(future) else None
             if isinstance(cause, ValueError):
                 return RequestError(f"worker {name} refused the call: {cause}")
+            if isinstance(cause, ArcticError) and not isinstance(cause, WorkerDiedError):
+                return ArcticError(f"worker {name} failed: {cause}\n{self._tail(name)}")
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(DEATH_GRACE_S):
                 while not any(_failed(watch) for watch in self._watches.values()):

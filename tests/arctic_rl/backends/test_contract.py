@@ -20,4 +20,11 @@ class TestOverHttp(BackendContract):
 
 @pytest.mark.slow
 class TestBuiltin(BackendContract):
-    pass
+    @pytest.fixture(scope="class", autouse=True)
+    @classmethod
+    def cluster(cls):
+        import ray
+
+        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+        yield
+        ray.shutdown()
