@@ -178,6 +178,9 @@ def test_adapters_resume_are_exported_and_leave_the_reference_as_it_is(tmp_path,
     other = config(tmp_path / "other", *overrides, "trainer.policy.model.lora.alpha=13", *resuming(saved))
     with pytest.raises(CheckpointError, match=r"lora\.alpha=13: .*were trained with 12"):
         train(other, processes, loop, recording)
+    plain = settings(models, processes.world_size, stage, "trainer.algorithm.use_kl_loss=false")
+    with pytest.raises(CheckpointError, match=r"policy\.model\.lora\.rank=0: .* adapters of rank 4 alone; write 4"):
+        train(config(tmp_path / "plain", *plain, *resuming(saved)), processes, loop, recording)
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 FORMAT = 1
 FILE_BYTES = 2**30
 """Pieces are collected in memory up to this many bytes, then written to one file."""
+MOST_PROBLEMS = 40
+"""Lines about tensors that do not fit a model, of which a large one has thousands."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """What AdamW keeps of every weight."""
 _WEIGHT = "weight"
@@ -387,7 +389,9 @@ def check_fit(
     if saved_buffers != set(buffers):
         problems.append(f"its buffers are {sorted(saved_buffers)}, the model's {sorted(buffers)}")
     if problems:
-        raise CheckpointError(f"the checkpoint {directory} does not fit the model:\n- " + "\n- ".join(problems))
+        shown, more = problems[:MOST_PROBLEMS], len(problems) - MOST_PROBLEMS
+        lines = shown + ([f"and {more} more"] if more > 0 else [])
+        raise CheckpointError(f"the checkpoint {directory} does not fit the model:\n- " + "\n- ".join(lines))
 
 
 def load_pieces(directory: str | os.PathLike, pieces: list[Piece], buffers: Mapping[str, torch.Tensor]) -> None:

@@ -232,6 +232,31 @@ def adapter_facts(module: nn.Module, spec: LoraSpec) -> dict[str, Any]:
     return {"alpha": spec.alpha, "base": digest.hexdigest()}
 
 
+def check_rank(directory: str, shares: list[dict[str, Any]], spec: LoraSpec | None, role: str) -> None:
+    """Hold the rank of a checkpoint's adapters, 0 where all weights were trained, against this run's.
+
+    Args:
+        directory: where the shares are.
+        shares: what ``checkpoint.read_shares`` gives of it.
+        spec: this run's adapters; None = it trains all weights.
+        role: whose checkpoint it is: ``policy``, ``critic`` or ``ref``.
+
+    Raises:
+        CheckpointError: the ranks differ.
+    """
+    pieces = (piece for share in shares for piece in share["pieces"])
+    first = f".lora_A.{ADAPTER}."
+    saved = next((piece["shape"][0] for piece in pieces if first in piece["name"]), 0)
+    now = 0 if spec is None else spec.rank
+    if saved == now:
+        return
+    holds = f"adapters of rank {saved} alone" if saved else "all weights, and no adapters"
+    raise CheckpointError(
+        f"trainer.{role}.model.lora.rank={now}: the checkpoint {directory} holds {holds}; write {saved}, or start "
+        "afresh with trainer.resume_mode=null"
+    )
+
+
 def check_adapter_facts(directory: str, saved: dict[str, Any], now: dict[str, Any], setting: str) -> None:
     """Hold a checkpoint's ``adapter_facts`` against those of this run, whose adapters have the same names and shapes.
 

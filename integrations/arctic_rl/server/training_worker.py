@@ -264,9 +264,10 @@ class TrainingWorker:
         """
         from ..random_state import set_random_state
         from .checkpoint import check_fit, load_pieces, persistent_buffers, read_shares, refresh_model, resume_schedule
-        from .lora import check_adapter_facts
+        from .lora import check_adapter_facts, check_rank
 
         shares = read_shares(directory)
+        check_rank(directory, shares, self._spec.lora, self._spec.role)
         module = self._engine.module
         buffers = persistent_buffers(module)
         trained = self._spec.role != "ref"

@@ -135,6 +135,15 @@ def test_another_model_is_told_line_by_line(tmp_path):
     }
 
 
+def test_of_a_large_model_that_does_not_fit_only_the_first_lines_are_told(tmp_path):
+    write(tmp_path, dealt(whole_values(), 1, random.Random(2)))
+    others = {f"layers.{number}": (2,) for number in range(1000)}
+    with pytest.raises(CheckpointError) as caught:
+        check_fit(tmp_path, shapes=SHAPES | others, buffers={})
+    lines = str(caught.value).splitlines()[1:]
+    assert lines == [*(f"- it has no layers.{number}" for number in range(40)), "- and 960 more"]
+
+
 def test_other_counts_of_steps_in_one_piece_of_memory_are_told(tmp_path):
     first, second = (dealt({name: whole_values()[name]}, 1, random.Random(0), step)[0] for name, step in
                      (("norm", 3.0), ("a.weight", 4.0)))  # fmt: skip

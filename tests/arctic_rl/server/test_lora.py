@@ -17,6 +17,7 @@ from integrations.arctic_rl.server.lora import (
     adapter_facts,
     adapters_off,
     check_adapter_facts,
+    check_rank,
     lora_layers,
     model_weights,
 )
@@ -377,3 +378,25 @@ class TestFacts:
             model.model.layers[1].mlp.up_proj.base_layer.weight[3, 5] += 1e-6
         with pytest.raises(CheckpointError, match=r"trainer\.policy\.model\.path: .*other weights; name that model"):
             check_adapter_facts("here", saved, adapter_facts(model, PLAIN), PLAIN.setting)
+
+    def test_another_rank_is_told_and_so_are_adapters_where_there_were_none(self, path):
+        def shares(model):
+            pieces = [{"name": name, "shape": list(value.shape)} for name, value in model.named_parameters()]
+            return [{"pieces": []}, {"pieces": [piece for piece in pieces if not piece["name"].startswith("lm_head")]}]
+
+        adapters, plain = shares(adapted(path)), shares(load_model(training_spec(path, lora=None)))
+        rank = PLAIN.rank
+        check_rank("here", adapters, PLAIN, "policy")
+        check_rank("here", plain, None, "policy")
+        for held, spec, role, said in (
+            (
+                adapters,
+                None,
+                "critic",
+                rf"trainer\.critic\.model\.lora\.rank=0: .*of rank {rank} alone; write {rank}",
+            ),
+            (plain, PLAIN, "policy", rf"trainer\.policy\.model\.lora\.rank={rank}: .*all weights.*; write 0,"),
+            (adapters, dataclasses.replace(PLAIN, rank=rank + 1), "policy", rf"rank={rank + 1}: .*; write {rank},"),
+        ):
+            with pytest.raises(CheckpointError, match=said):
+                check_rank("here", held, spec, role)
