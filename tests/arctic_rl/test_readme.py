@@ -2,7 +2,9 @@ import dataclasses
 from pathlib import Path
 
 from integrations.arctic_rl.config import ArcticRLConfig
+from integrations.arctic_rl.support.entries import Refused
 from integrations.arctic_rl.support.markdown import BEGIN, END, markdown
+from integrations.arctic_rl.support.table import TABLE
 
 README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
 
@@ -18,3 +20,35 @@ def test_the_table_of_settings_names_every_setting_with_its_default():
 def test_the_support_table_is_the_generated_one():
     written = README[README.index(BEGIN) : README.index(END) + len(END)]
     assert written == markdown(), "write the output of python -m integrations.arctic_rl.support into README.md"
+
+
+FEATURES = {
+    "auxiliary losses that balance experts are not there": "balancing losses",
+    "engines are vLLM's": "engines that are not vLLM's",
+    "engines of prefill or decoding only are not there": "servers of prefill alone",
+    "experts get no adapters of their own": "adapters of experts",
+    "external servers are not there": "external servers",
+    "fake quantisation is not there": "fake quantisation",
+    "gradients are reduced in float32": "gradients reduced in other than float32",
+    "it would change the model": "other changes of Megatron's to routers and models",
+    "multi-token-prediction heads are not trained": "multi-token-prediction heads",
+    "multimodal models are not there yet": "`language_model_only`",
+    "parameters cannot be frozen yet": "frozen parameters",
+    "rollouts in another precision than training change the result": "fp8",
+    "router replay is not there": "replay of routers",
+    "routers compute in the model's dtype": "other changes of Megatron's to routers and models",
+    "SkyRL does not forward it to the engine": "`repetition_penalty`",
+    "speculative decoding is not there yet": "speculative decoding",
+    "the sampler's support is not replayed": "the sampler's support",
+    "the sampler's support is not returned": "the sampler's support",
+    "this backend trains": "simulated training",
+    "training in fp8 is not there": "fp8",
+    "vision is not there": "multimodal models",
+}
+
+
+def test_every_refused_feature_is_listed_in_the_text():
+    start = README.index("\n## Not there yet\n")
+    listed = " ".join(README[start : README.index("\n## ", start + 1)].split())
+    assert {entry.why for entry in TABLE.values() if isinstance(entry, Refused)} == FEATURES.keys()
+    assert [name for name in FEATURES.values() if name not in listed] == []
