@@ -79,6 +79,13 @@ def _environment(cfg: Any) -> Iterator[str]:
             f"no such environment is registered ({nearest(env_class, registry)})",
             f"name the module that registers it in {PREFIX}.env_modules",
         )
+    if env_class == "bird_multi_turn" and cfg.generator.max_turns == 1:
+        yield refusal(
+            "generator.max_turns",
+            1,
+            "it leaves environment.env_class=bird_multi_turn no turn before the answer",
+            "write 2 or more, or choose the environment bird",
+        )
 
 
 def _estimator(cfg: Any) -> Iterator[str]:

@@ -289,6 +289,7 @@ FOUND = {
     "trainer.strategy=deepspeed": "write one of fsdp, fsdp2, megatron",
     "environment.env_class=birdd": "did you mean 'bird'?",
     "environment.env_class=geometry3k": "trainer.arctic_rl.env_modules",
+    "environment.env_class=bird_multi_turn": "generator.max_turns=1: it leaves environment.env_class=bird_multi_turn",
     "trainer.arctic_rl.env_modules=[no_such_module]": "'no_such_module' cannot be imported",
     "trainer.arctic_rl.processor_modules=[no_such_module]": "'no_such_module' cannot be imported",
     "trainer.algorithm.advantage_estimator=gae": "it needs a critic; write trainer.critic.model.path",
