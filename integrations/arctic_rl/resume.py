@@ -116,6 +116,11 @@ class ResumeMixin:
                 self.dispatch.load_checkpoint(_REFERENCE, str(folder / _REFERENCE))
             self._update_reference_that_was_due(step, state)
         self._restore(step, state)
+        if self.total_training_steps is not None and step >= self.total_training_steps:
+            logger.warning(
+                f"the checkpoint {folder} is at step {step}, and trainer.epochs and trainer.max_training_steps give "
+                f"this run {self.total_training_steps}: nothing is left to train"
+            )
         self._arctic_loaded = (folder.resolve(), step)
         return loaded
 

@@ -5,12 +5,14 @@ import os
 import shutil
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from skyrl.train.trainer import RayPPOTrainer
 from skyrl.train.utils.callbacks import TrainingCallback
 
+from integrations.arctic_rl import resume
 from integrations.arctic_rl.backends.loop_thread import LoopThread
 from integrations.arctic_rl.checkpoint import LATEST_NAME
 from integrations.arctic_rl.errors import CheckpointError
@@ -144,13 +146,19 @@ def test_old_checkpoints_go_once_a_new_one_is_whole(tmp_path, loop):
     ]
 
 
-def test_a_run_that_is_complete_trains_nothing_and_writes_nothing(tmp_path, loop):
+def test_a_run_that_is_complete_trains_nothing_and_writes_nothing(tmp_path, loop, monkeypatch):
     for settings in ((), ("trainer.max_training_steps=3",)):
         folder = tmp_path / str(len(settings))
         first = train(config(folder, *settings), loop)
         files = {path: path.stat().st_mtime_ns for path in (folder / "checkpoints").rglob("*")}
-        again = train(config(folder, *settings, LATEST), loop)
+        said = []
+        with monkeypatch.context() as patch:
+            patch.setattr(resume, "logger", SimpleNamespace(info=str, warning=said.append))
+            again = train(config(folder, *settings, LATEST), loop)
         assert again.logs == {} and again.seen == []
+        steps = max(first.logs)
+        (text,) = said
+        assert f"is at step {steps}, " in text and f"give this run {steps}: nothing is left to train" in text
         assert same(again.weights, first.weights)
         assert {path: path.stat().st_mtime_ns for path in (folder / "checkpoints").rglob("*")} == files
 
