@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from .entry_module import ENTRY_SHAPE, search_path
+from .entry_module import ENTRY_SHAPE, all_remote_functions, search_path
 from .entry_task import run_entry
 from .entrypoint import await_task, cancel_task, check_config, check_placement, cleaned_up, initialize_ray
 from .errors import UnsupportedError
@@ -25,7 +25,8 @@ class EntryMain:
 
     - ``SkyRLTrainConfig.from_dict_config``, through which ``from_cli_overrides`` of every config class goes;
     - ``validate_cfg`` and ``initialize_ray``, in every loaded module that holds them;
-    - ``remote`` and ``options`` of the chosen remote function, on that one object.
+    - ``remote`` and ``options`` of the chosen remote function, on that one object; those of the module's others run as
+      they are, and are refused the config, with which they would train on SkyRL's own workers.
 
     Args:
         module: the entry module.
@@ -83,6 +84,31 @@ class EntryMain:
         stack.enter_context(replaced_function(utils.initialize_ray, lambda cfg: None))
         stack.enter_context(replaced_attribute(self._entry, "remote", self._start))
         stack.enter_context(replaced_attribute(self._entry, "options", self._with_options))
+        for name, function in all_remote_functions(self._module).items():
+            if function is not self._entry:
+                self._watch(stack, name, function)
+
+    def _watch(self, stack: contextlib.ExitStack, name: str, function: Any) -> None:
+        """Let another remote function than the one that trains run as it is, unless it is given the config."""
+        remote, options = function.remote, function.options
+
+        def checked(call: Callable) -> Callable:
+            def submit(*args: Any, **kwargs: Any) -> Any:
+                if configs_among([*args, *kwargs.values()]):
+                    raise UnsupportedError(
+                        f"{self._module.__name__}.main() hands its config to {name}, and {self._entry_name} is taken "
+                        f"for the function that trains: write --entry {name} before the module's name, or leave the "
+                        f"config out of {name}'s arguments if it trains nothing"
+                    )
+                return call(*args, **kwargs)
+
+            return submit
+
+        def with_options(**values: Any) -> Any:
+            return SimpleNamespace(remote=checked(options(**values).remote))
+
+        stack.enter_context(replaced_attribute(function, "remote", checked(remote)))
+        stack.enter_context(replaced_attribute(function, "options", with_options))
 
     def _parse(self, config_class: type, overrides: Any) -> Any:
         """``from_dict_config`` of the recipe's config class with our settings added."""
@@ -160,9 +186,7 @@ class EntryMain:
         return self._task
 
     def _config_among(self, values: list[Any]) -> Any:
-        from skyrl.train.config.config import SkyRLTrainConfig
-
-        configs = [value for value in values if isinstance(value, SkyRLTrainConfig)]
+        configs = configs_among(values)
         if len(configs) != 1:
             raise UnsupportedError(
                 f"{self._module.__name__}.main() hands {len(configs)} configs to {self._entry_name}: it must be the "
@@ -170,6 +194,13 @@ class EntryMain:
             )
         self._require_settings(configs[0])
         return configs[0]
+
+
+def configs_among(values: Iterable[Any]) -> list[Any]:
+    """The values that are a run's config."""
+    from skyrl.train.config.config import SkyRLTrainConfig
+
+    return [value for value in values if isinstance(value, SkyRLTrainConfig)]
 
 
 def start_task(options: Mapping[str, Any], *arguments: Any) -> Any:

@@ -106,11 +106,16 @@ def require_file(module: ModuleType, file: str | None) -> None:
         )
 
 
-def remote_functions(module: ModuleType) -> dict[str, Any]:
-    """The Ray remote functions among a module's globals by name: those it defines, or else those it imports."""
+def all_remote_functions(module: ModuleType) -> dict[str, Any]:
+    """The Ray remote functions among a module's globals by name."""
     from ray.remote_function import RemoteFunction
 
-    found = {name: value for name, value in vars(module).items() if isinstance(value, RemoteFunction)}
+    return {name: value for name, value in vars(module).items() if isinstance(value, RemoteFunction)}
+
+
+def remote_functions(module: ModuleType) -> dict[str, Any]:
+    """Those of them that a module defines, or else those it imports."""
+    found = all_remote_functions(module)
     own = {name: value for name, value in found.items() if value._function.__module__ == module.__name__}
     return own or found
 

@@ -343,6 +343,36 @@ def main():
         with pytest.raises(UnsupportedError, match=message):
             run(write_module(ENTRY + f"def main():\n    {body}\n"))
 
+    @pytest.mark.parametrize("call", ["other.remote(cfg)", "other.options(num_cpus=2).remote(key=cfg)"])
+    def test_another_function_that_is_given_the_config_is_refused(self, write_module, in_process, accepted, call):
+        """It would train on SkyRL's own workers."""
+        name = write_module(
+            ENTRY
+            + "@ray.remote\ndef other(key): pass\n"
+            + f"def main():\n    cfg = SkyRLTrainConfig.from_cli_overrides([])\n    {call}\n"
+        )
+        with pytest.raises(UnsupportedError, match=r"hands its config to other, and skyrl_entrypoint .*--entry other"):
+            run(name, entry="skyrl_entrypoint")
+        assert in_process.options == [] and not ray.is_initialized()
+
+    def test_other_functions_run_as_they_are(self, write_module, in_process, accepted, monkeypatch):
+        given = []
+        kind = ray.remote_function.RemoteFunction
+        monkeypatch.setattr(
+            kind, "_remote", lambda self, args=None, kwargs=None, **options: given.append((args, options))
+        )
+        name = write_module(
+            ENTRY
+            + "@ray.remote\ndef other(key): pass\n"
+            + MAIN.replace(
+                "    validate", "    other.remote('data'); other.options(num_cpus=2).remote('more')\n    validate"
+            )
+        )
+        module = run(name, entry="skyrl_entrypoint")
+        assert [args for args, _ in given] == [("data",), ("more",)] and given[1][1]["num_cpus"] == 2
+        assert len(module.SEEN) == 1
+        assert "options" not in vars(module.other)
+
     def test_skyrl_is_as_it_was_afterwards(self, write_module, in_process, accepted):
         before = (skyrl_utils.validate_cfg, main_base.validate_cfg, skyrl_utils.initialize_ray, list(sys.argv))
         name = write_module(ENTRY + MAIN)
