@@ -26,6 +26,10 @@ SIMULATED_TRAINERS = ("FullyAsyncTrainerSim",)
 """Trainer classes of SkyRL's that have no workers."""
 
 
+EVALUATION_ALONE = "EvalOnlyEntrypoint"
+"""SkyRL's experiment that has engines and no trainer."""
+
+
 class LaunchedExpMixin(ArcticExpMixin):
     """``ArcticExpMixin`` for an experiment whose class and config are seen for the first time in the task.
 
@@ -94,6 +98,21 @@ def refuse_own_engines(cls: type) -> None:
     method = recipe_method(cls, "get_colocate_pg", BasePPOExp)
     if method is not None:
         logger.warning(f"{method} has no effect: the backend places its own workers")
+
+
+def refuse_evaluation_alone(cls: type) -> None:
+    """Refuse SkyRL's experiment that evaluates without a trainer, with which this backend starts its engines.
+
+    Raises:
+        UnsupportedError: with what to write.
+    """
+    for base in cls.__mro__:
+        if base.__name__ == EVALUATION_ALONE and base.__module__.startswith("skyrl."):
+            raise UnsupportedError(
+                f"{cls.__name__} evaluates without a trainer, and this backend starts its engines with one: run "
+                "skyrl.train.entrypoints.main_base with trainer.eval_before_train=true, and leave the training with "
+                "trainer.max_training_steps=1"
+            )
 
 
 def refuse_trainer(cls: type, cfg: Any) -> None:
@@ -180,6 +199,7 @@ def composed_experiments(entry_module: str, run_id: str, env_vars: dict[str, str
                 f"the remote function builds a second experiment, {cls.__name__}: one a run; start another command"
             )
         refuse_own_engines(cls)
+        refuse_evaluation_alone(cls)
         built.append(object.__new__(with_mixin(RunMixin, cls)))
         return built[0]
 

@@ -549,6 +549,18 @@ class TestComposing:
             child(cfg)
         assert RandomTokens.built == []
 
+    def test_evaluation_alone_is_refused_before_anything_starts(self, cfg):
+        from skyrl.train.entrypoints.main_generate import EvalOnlyEntrypoint
+
+        child = type("MyEvaluation", (EvalOnlyEntrypoint,), {})
+        RandomTokens.built.clear()
+        with (
+            composed_experiments("the_entry", "id", {}),
+            pytest.raises(UnsupportedError, match=r"MyEvaluation evaluates without a trainer.*eval_before_train=true"),
+        ):
+            child(cfg)
+        assert RandomTokens.built == []
+
     def test_trainers_that_cannot_be_served(self, cfg):
         builds = type("OwnWorkers", (RayPPOTrainer,), {"build_models": lambda self, *workers: None})
         with composed_experiments("the_entry", "id", {}):

@@ -355,6 +355,7 @@ class BuiltinBackend(RemoteBackend):
 
     async def _generate_one(self, request: dict) -> dict:
         await self._running.wait()
+        self._require_workers("generate")
         name = self._choose_engine(request["prompt_token_ids"], request.get("session_id"))
         self._request_count += 1
         request_id = f"{name}-{self._client_id}-{self._request_count}"
@@ -385,10 +386,18 @@ class BuiltinBackend(RemoteBackend):
             self._session_engine[session_id] = self._prompt_engine[key]
         return self._prompt_engine[key]
 
+    def _require_workers(self, method: str) -> None:
+        if not self._actors:
+            raise ArcticError(
+                f"no workers are up that could do {method!r}: they start when the trainer is built (build_models), "
+                "which an experiment that evaluates or samples alone has to do too"
+            )
+
     async def _call(self, name: str, method: str, *args: Any) -> Any:
         return (await self._call_all([name], method, *args))[0]
 
     async def _call_all(self, names: list[str], method: str, *args: Any) -> list[Any]:
+        self._require_workers(method)
         return await self._gather({name: getattr(self._actors[name], method).remote(*args) for name in names})
 
     async def _gather(self, calls: dict[str, Any]) -> list[Any]:

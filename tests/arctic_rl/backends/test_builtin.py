@@ -1,14 +1,27 @@
 """How the built-in backend starts its workers, on a stand-in for Ray."""
 
+import asyncio
 from types import SimpleNamespace
 
 import pytest
 import ray
 
 from integrations.arctic_rl.backends.builtin import BuiltinBackend
+from integrations.arctic_rl.errors import ArcticError
 from integrations.arctic_rl.placement import WorkerPlacement
 from integrations.arctic_rl.server_config import server_config
 from tests.arctic_rl.resume_runs import config
+
+
+def test_workers_that_are_asked_before_they_are_started_are_told(tmp_path):
+    backend = BuiltinBackend.from_config(server_config(config(tmp_path), run_id="the-run", env_vars={}))
+    for call, method in (
+        (backend.wake_sampling(None), "wake_up"),
+        (backend.generate([{"prompt_token_ids": [1], "params": {}}]), "generate"),
+        (backend.step(), "step"),
+    ):
+        with pytest.raises(ArcticError, match=rf"no workers are up that could do '{method}'.*trainer is built"):
+            asyncio.run(call)
 
 
 @pytest.mark.parametrize("job", ["policy", "ref", "sampling"])
