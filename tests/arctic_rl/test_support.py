@@ -378,6 +378,7 @@ def test_a_setting_that_another_one_switches_off_is_said_to_have_no_effect(overr
         assert artefacts(cfg, loop) == artefacts(plain, loop)
 
 
+CRITIC = "trainer.critic.model.path=a/model trainer.critic_mini_batch_size=4"
 LIMITS = {
     "trainer.algorithm.kl_estimator_type=k9": "k1, k2, k3, abs",
     "trainer.algorithm.loss_reduction=mean": "token_mean",
@@ -392,6 +393,11 @@ LIMITS = {
     "trainer.export_path=gs://bucket/x": "a local folder",
     "trainer.log_path=s3://bucket/x": "a local folder",
     "trainer.export_path=runs/../x/ trainer.ckpt_path=x trainer.hf_save_interval=5": "a folder of its own",
+    "trainer.policy.model.lora.rank=8 trainer.policy.model.lora.target_modules=[]": "it names no layer",
+    "trainer.policy.model.lora.rank=8 trainer.policy.model.lora.target_modules=(q_proj": "a list of last parts",
+    "trainer.policy.model.lora.rank=8 trainer.policy.model.lora.exclude_modules=+proj": "nothing to repeat",
+    f"{CRITIC} trainer.critic.model.lora.rank=4 trainer.critic.model.lora.target_modules=[]": "it names no layer",
+    f"{CRITIC} trainer.algorithm.value_head_prefix=a.b": "write value_head",
     "generator.zero_reward_on_non_stop=true generator.batched=true": "generator.batched=false",
     "generator.chat_template_kwargs.a=1 generator.batched=true": "generator.batched=false",
     "generator.sampling_params.additional_kwargs.min_tokens=5": "leave it out",
@@ -418,6 +424,10 @@ def test_a_value_that_cannot_be_honoured_is_refused(overrides):
         "trainer.resume_mode=none",
         "trainer.resume_mode=from_path trainer.resume_path=runs/global_step_3",
         "trainer.max_ckpts_to_keep=0 trainer.ckpt_interval=-1",
+        "trainer.policy.model.lora.rank=8 trainer.policy.model.lora.target_modules=.*proj",
+        "trainer.policy.model.lora.rank=8 trainer.policy.model.lora.exclude_modules=[]",
+        "trainer.policy.model.lora.target_modules=[]",
+        "trainer.algorithm.value_head_prefix=a.b",
         "trainer.export_path=x trainer.ckpt_path=x",
         "trainer.export_path=x/exports trainer.ckpt_path=x trainer.hf_save_interval=5",
         "generator.zero_reward_on_non_stop=true generator.chat_template_kwargs.a=1",

@@ -106,6 +106,11 @@ def _unless(name: str, *values: Any) -> Idle:
     return idle
 
 
+def _head_name(setting: str, value: Any, cfg: Any) -> Iterable[str]:
+    if not str(value).isidentifier():
+        yield refusal(setting, value, "a module's name is one word of letters, digits and _", "write value_head")
+
+
 def _estimators(setting: str, value: Any, cfg: Any) -> Iterable[str]:
     from skyrl.backends.skyrl_train.utils.ppo_utils import AdvantageEstimatorRegistry
 
@@ -194,7 +199,9 @@ _ENTRIES: dict[str, Entry] = under(
             _FELT,
             idle=_without_advantages,
         ),
-        "value_head_prefix": ours("name of the critic's head among its weights", idle=without_critic),
+        "value_head_prefix": ours(
+            "name of the critic's head among its weights", limit=_head_name, idle=without_critic
+        ),
         "policy_loss_type": ours("the policy loss on the server: each of SkyRL's, and registered ones"),
         "loss_reduction": skyrls(
             "weights the advantages of each mini-batch, so that the loss on the server is a sum",

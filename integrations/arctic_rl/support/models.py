@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -96,6 +97,17 @@ def _lora_dropout(setting: str, value: Any, cfg: Any) -> Iterable[str]:
         yield refusal(setting, value, "no probability below 1", "write a number from 0 to below 1")
 
 
+def _lora_layers(setting: str, value: Any, cfg: Any) -> Iterable[str]:
+    if not value and setting.endswith("target_modules"):
+        yield refusal(setting, value, "it names no layer", "write last parts of names of linear layers, or all-linear")
+    if isinstance(value, str):
+        try:
+            re.compile(value)
+        except re.error as error:
+            why = f"a text is a regular expression of whole names of layers, and this is none ({error})"
+            yield refusal(setting, value, why, "write one, all-linear, or a list of last parts of names")
+
+
 def _lora_rank(setting: str, value: Any, cfg: Any) -> Iterable[str]:
     if value < 0:
         yield refusal(setting, value, "no rank", "write 0 to train all weights, or the rank of the adapters")
@@ -119,8 +131,8 @@ def _adapters(without: Idle) -> dict[str, Entry]:
             limit=_lora_dropout,
             idle=without,
         ),
-        "model.lora.target_modules": ours("layers with an adapter, chosen by peft", idle=without),
-        "model.lora.exclude_modules": ours("layers without one", idle=without),
+        "model.lora.target_modules": ours("layers with an adapter, chosen by peft", limit=_lora_layers, idle=without),
+        "model.lora.exclude_modules": ours("layers without one", limit=_lora_layers, idle=without),
     }
 
 
