@@ -5,6 +5,7 @@ import copy
 import importlib
 import pickle
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 from skyrl.backends.skyrl_train.inference_servers.engine_utils import get_vllm_sampling_params
@@ -59,12 +60,26 @@ class OwnPool:
         return pickle.loads(pickle.dumps(getattr(env, method)(*args)))
 
 
+@contextmanager
+def registered(name):
+    """The environment of several turns under a name, for as long as it is needed."""
+    sys.path.append(str(IMPORTABLE))
+    try:
+        importlib.import_module("talk_env")
+        register(id=name, entry_point="talk_env:TalkEnv")
+        yield
+    finally:
+        sys.path.remove(str(IMPORTABLE))
+        registry.pop(name, None)
+
+
 def run(actor, tokenizer, rows, *, ours, name, seed, sampling, **settings):
     """The generator's output for ``rows`` prompts in groups of two, and the prompts that the engine was sent."""
-    if "talk_test" not in registry:
-        sys.path.append(str(IMPORTABLE))
-        importlib.import_module("talk_env")
-        register(id="talk_test", entry_point="talk_env:TalkEnv")
+    with registered("talk_rollouts"):
+        return _run(actor, tokenizer, rows, ours=ours, name=name, seed=seed, sampling=sampling, **settings)
+
+
+def _run(actor, tokenizer, rows, *, ours, name, seed, sampling, **settings):
     params = skyrl_config.SamplingParams(
         **{"max_generate_length": 14, "additional_kwargs": {"seed": seed, **sampling.pop("additional_kwargs", {})}},
         **sampling,
@@ -78,7 +93,7 @@ def run(actor, tokenizer, rows, *, ours, name, seed, sampling, **settings):
         generator._env_pool = OwnPool()
     batch = {
         "prompts": [[{"role": "user", "content": f"question {i}"}] for i in range(rows)],
-        "env_classes": ["talk_test"] * rows,
+        "env_classes": ["talk_rollouts"] * rows,
         "env_extras": [{"seed": i} for i in range(rows)],
         "sampling_params": get_vllm_sampling_params(params),
         "trajectory_ids": [TrajectoryID(instance_id=str(i // 2), repetition_id=i % 2) for i in range(rows)],
