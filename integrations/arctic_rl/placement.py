@@ -113,8 +113,8 @@ class PlacementPlan:
         """Which ranks of the policy share the GPUs of each engine.
 
         Returns:
-            By the engine's rank, the policy's rank on each of its GPUs, in the order of its own processes; empty for an
-            engine that shares none, and on CPUs.
+            By the engine's rank, the policy's rank on each of its GPUs, in the order of its own processes; empty for
+            an engine that shares none, and on CPUs.
         """
         ranks = {worker.places[0]: worker.rank for worker in self.of("policy") if worker.gpus}
         return {
@@ -233,13 +233,13 @@ def _check_sharing(request: PlacementRequest) -> None:
     wanted = request.engines * request.engine_gpus
     if request.colocate_all and wanted != policy.gpus:
         raise PlacementError(
-            f"{_ENGINE}.num_engines={request.engines} of {request.engine_gpus} GPUs each take {wanted}, and the policy "
-            f"whose GPUs they share has {policy.gpus}: write as many, or {_PLACEMENT}.colocate_all=false"
+            f"{_ENGINE}.num_engines={request.engines} of {request.engine_gpus} GPUs each take {wanted}, and the "
+            f"policy whose GPUs they share has {policy.gpus}: write as many, or {_PLACEMENT}.colocate_all=false"
         )
     if request.colocate_all and policy.gpus_per_node % request.engine_gpus:
         raise PlacementError(
-            f"an engine of {request.engine_gpus} GPUs ({_ENGINE}.tensor_parallel_size x pipeline_parallel_size) cannot "
-            f"stay within a node: it shares the policy's GPUs, {policy.gpus_per_node} on each node "
+            f"an engine of {request.engine_gpus} GPUs ({_ENGINE}.tensor_parallel_size x pipeline_parallel_size) "
+            f"cannot stay within a node: it shares the policy's GPUs, {policy.gpus_per_node} on each node "
             f"({_PLACEMENT}.policy_num_gpus_per_node); write a tensor_parallel_size that divides them, or "
             f"{_PLACEMENT}.colocate_all=false"
         )
@@ -346,14 +346,14 @@ def _does_not_fit(request: PlacementRequest, cluster: ClusterDescription, alone:
         if _search(free, alone[:count], 0, 1, set()) is None:
             beside = "" if count == 1 else f" beside {' and '.join(_NAMES[other.job] for other in alone[: count - 1])}"
             return (
-                f"the {_NAMES[job.job]} asks for {job.nodes} nodes with {job.gpus_per_node} GPUs each{beside}, and {has}: "
-                f"change {_PLACEMENT}.{job.job}_num_nodes and {job.job}_num_gpus_per_node"
+                f"the {_NAMES[job.job]} asks for {job.nodes} nodes with {job.gpus_per_node} GPUs each{beside}, and "
+                f"{has}: change {_PLACEMENT}.{job.job}_num_nodes and {job.job}_num_gpus_per_node"
             )
     largest = max(free)
     if request.engine_gpus > largest:
         return (
-            f"an engine of {request.engine_gpus} GPUs ({_ENGINE}.tensor_parallel_size x pipeline_parallel_size) cannot "
-            f"stay within a node, the largest of which has {largest}: write a smaller tensor_parallel_size"
+            f"an engine of {request.engine_gpus} GPUs ({_ENGINE}.tensor_parallel_size x pipeline_parallel_size) "
+            f"cannot stay within a node, the largest of which has {largest}: write a smaller tensor_parallel_size"
         )
     return (
         f"{engines} engines of {request.engine_gpus} GPUs each ({_ENGINE}.tensor_parallel_size x "

@@ -163,7 +163,7 @@ def test_jobs_that_share_gpus_have_as_many(asked, said):
 
 
 def test_a_cluster_without_gpus_cannot_give_any():
-    with pytest.raises(PlacementError, match="asks for 2 GPUs .* and the cluster has 0"):
+    with pytest.raises(PlacementError, match=r"asks for 2 GPUs .* and the cluster has 0"):
         plan_placement(on_gpus(), LAPTOP)
 
 
