@@ -20,7 +20,6 @@ from skyrl.train import config as skyrl_config
 from skyrl.train.generators.base import TrajectoryID
 from skyrl.train.generators.skyrl_gym_generator import SkyRLGymGenerator
 
-from integrations.arctic_rl.backends.builtin import BuiltinBackend
 from integrations.arctic_rl.errors import UnsupportedError
 from integrations.arctic_rl.generator import make_generator_class
 from integrations.arctic_rl.inference import ArcticInferenceClient
@@ -366,49 +365,6 @@ def test_turns_have_seeds_of_their_own_and_sessions_end(make):
     run(generator, EXTRAS)
     assert len(set(seen)) == len(seen) == sum(map(len, engine.record.values()))
     assert not generator.inference_engine_client._client._turns
-
-
-class TestEngines:
-    """Which engine a request goes to."""
-
-    def backend(self, engines=3):
-        backend = BuiltinBackend(None)
-        backend._outstanding = {f"sampling-{i}": 0 for i in range(engines)}
-        return backend
-
-    def choose(self, backend, prompt, session_id=None):
-        name = backend._choose_engine(prompt, session_id)
-        backend._outstanding[name] += 1
-        return name
-
-    def test_a_session_stays_where_it_began_and_a_group_shares_an_engine(self):
-        backend = self.backend()
-        first = {name: self.choose(backend, [len(name)], name) for name in ("a", "bb", "ccc")}
-        assert len(set(first.values())) == 3
-        assert self.choose(backend, [1], "a again") == first["a"]
-        for name, engine in first.items():
-            for turn in range(3):
-                assert self.choose(backend, [len(name), turn, turn], name) == engine
-        idlest = min(backend._outstanding, key=backend._outstanding.get)
-        assert self.choose(backend, [7, 7]) == idlest
-
-    def test_after_a_weight_sync_sessions_are_spread_anew(self, monkeypatch):
-        backend = self.backend()
-        backend._run_dir = ""
-        backend._config = type("Config", (), {"sync_dtype": "float32"})
-        self.choose(backend, [1], "a")
-
-        answers = {"weight_version": [0], "export_weights": [None], "sync_weights": [1]}
-
-        async def call_all(names, method, *arguments):
-            return answers[method]
-
-        monkeypatch.setattr(backend, "_call_all", call_all)
-        monkeypatch.setattr("integrations.arctic_rl.backends.builtin.remove_weights", lambda *_, **__: None)
-        asyncio.run(backend.sync_weights())
-        assert not backend._session_engine and not backend._prompt_engine
-        backend._outstanding["sampling-0"] = 9
-        assert self.choose(backend, [1], "a") != "sampling-0"
 
 
 @pytest.fixture

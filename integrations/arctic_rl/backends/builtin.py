@@ -11,7 +11,7 @@ import os
 import shutil
 import tempfile
 import uuid
-from collections.abc import Awaitable, Iterable
+from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from ..server.weights import remove_weights
 from ..wire.body import decode_answer, encode
 from ..zorro.cost import CostModel
 from .base import Batch, InFlight, RemoteBackend
+from .engine_choice import EngineChoice
 from .handle import BackendHandle
 from .sharding import RankPlan, plan_ranks
 
@@ -47,9 +48,7 @@ class BuiltinBackend(RemoteBackend):
         self._actors: dict[str, Any] = {} if handle is None else dict(handle.actors)
         self._watches: dict[str, asyncio.Future] = {}
         self._sharing: dict[str, tuple[CostModel, bool]] = {}
-        self._outstanding = dict.fromkeys(self._names("sampling"), 0)
-        self._prompt_engine: dict[int, str] = {}
-        self._session_engine: dict[Any, str] = {}
+        self._choice = EngineChoice(self._names("sampling"))
         self._running = asyncio.Event()
         self._running.set()
         self._frozen = False
@@ -140,9 +139,24 @@ class BuiltinBackend(RemoteBackend):
         if any(engine_version != version for engine_version in held):
             raise ArcticError(f"weight sync {version} left the engines at versions {held}")
         remove_weights(folder, keep=version)
-        self._prompt_engine.clear()
-        self._session_engine.clear()
+        self._choice.clear()
         return version
+
+    async def load_current_weights(self, name: str) -> int:
+        """Bring one freshly started engine, which holds the checkpoint's own weights, to those of the last sync.
+
+        Args:
+            name: of the engine, such as ``sampling-0``.
+
+        Returns:
+            The version that it now holds; 0 where no sync has been.
+        """
+        self._choice.forget(name)
+        folder = Path(self._run_dir) / WEIGHTS_FOLDER
+        versions = [int(path.name.removeprefix("v")) for path in folder.glob("v*")]
+        if not versions:
+            return 0
+        return await self._call(name, "sync_weights", str(folder / f"v{max(versions)}"), max(versions))
 
     async def update_reference(self) -> None:
         directory = tempfile.mkdtemp(prefix="reference-", dir=self._run_dir)
@@ -166,7 +180,7 @@ class BuiltinBackend(RemoteBackend):
             await self._call_all(self._names("sampling"), "freeze")
             return
         async with self._lease:
-            await self._lease.wait_for(lambda: not any(self._outstanding.values()))
+            await self._lease.wait_for(lambda: self._choice.idle)
 
     async def resume_generation(self) -> None:
         if self._frozen:
@@ -285,7 +299,7 @@ class BuiltinBackend(RemoteBackend):
     def _start_actors(self, plan: PlacementPlan) -> None:
         for worker in plan.workers:
             self._actors[f"{worker.job}-{worker.rank}"] = self._start_actor(worker, len(plan.of(worker.job)))
-        self._outstanding = dict.fromkeys(self._names("sampling"), 0)
+        self._choice = EngineChoice(self._names("sampling"))
 
     def _watch(self, name: str) -> Any:
         method = self._actors[name].watch
@@ -356,10 +370,12 @@ class BuiltinBackend(RemoteBackend):
     async def _generate_one(self, request: dict) -> dict:
         await self._running.wait()
         self._require_workers("generate")
-        name = self._choose_engine(request["prompt_token_ids"], request.get("session_id"))
+        assignment = self._choice.assign(
+            request["prompt_token_ids"], request["params"]["max_tokens"], request.get("session_id")
+        )
+        name = assignment.engine
         self._request_count += 1
         request_id = f"{name}-{self._client_id}-{self._request_count}"
-        self._outstanding[name] += 1
         try:
             return await self._call(
                 name,
@@ -370,21 +386,9 @@ class BuiltinBackend(RemoteBackend):
                 request.get("cache_salt"),
             )
         finally:
-            self._outstanding[name] -= 1
+            self._choice.finish(assignment)
             async with self._lease:
                 self._lease.notify_all()
-
-    def _choose_engine(self, prompt_token_ids: Iterable[int], session_id: Any) -> str:
-        """The engine that has the session's earlier turns or the prompt cached, else the one with the fewest requests
-        under way."""
-        if session_id in self._session_engine:
-            return self._session_engine[session_id]
-        key = hash(tuple(prompt_token_ids))
-        if key not in self._prompt_engine:
-            self._prompt_engine[key] = min(self._outstanding, key=self._outstanding.__getitem__)
-        if session_id is not None:
-            self._session_engine[session_id] = self._prompt_engine[key]
-        return self._prompt_engine[key]
 
     def _require_workers(self, method: str) -> None:
         if not self._actors:
