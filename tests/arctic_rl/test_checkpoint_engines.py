@@ -6,7 +6,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from integrations.arctic_rl.backends.loop_thread import LoopThread
 from integrations.arctic_rl.errors import CheckpointError
 from integrations.arctic_rl.random_state import random_state
 from integrations.arctic_rl.server.checkpoint import Piece, write_share
@@ -23,13 +22,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 STAGES = (0, 2, 3)
 ONE_OF_EACH_STAGE = ((0, 1), (2, 2), (3, 2))
 STOPS = {2: "at an epoch's end", 3: "in mid-epoch"}
-
-
-@pytest.fixture(scope="module")
-def loop():
-    thread = LoopThread("dispatch")
-    yield thread
-    thread.close()
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ import pytest
 import torch
 from skyrl.backends.skyrl_train.training_batch import TrainingInputBatch, pad_training_input_batch
 
-from integrations.arctic_rl.backends.loop_thread import LoopThread
 from integrations.arctic_rl.dispatch import ArcticDispatch
 from integrations.arctic_rl.skyrl_config import parse_config
 from integrations.arctic_rl.zorro.attention import register_shared_attention
@@ -15,21 +14,6 @@ from tests.arctic_rl.skyrl_critic import skyrls_twin, skyrls_update, skyrls_valu
 from tests.arctic_rl.skyrl_reference import PAD_ID, rollout_batch
 
 CRITIC = "trainer.critic.model.path=some/model"
-
-
-@pytest.fixture(scope="module")
-def loop():
-    thread = LoopThread("dispatch")
-    yield thread
-    thread.close()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

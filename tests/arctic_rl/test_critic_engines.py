@@ -8,7 +8,6 @@ from safetensors.torch import load_file
 from skyrl.backends.skyrl_train.utils.ppo_utils import ppo_critic_loss
 from transformers import get_scheduler
 
-from integrations.arctic_rl.backends.loop_thread import LoopThread
 from integrations.arctic_rl.dispatch import ArcticDispatch
 from integrations.arctic_rl.server_config import server_config
 from tests.arctic_rl.process_backend import ProcessBackend, rank_processes
@@ -23,13 +22,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 STAGES = (0, 2, 3)
 LR, NORM, WARMUP, STEPS = 3e-3, 0.5, 1, 4
-
-
-@pytest.fixture(scope="module")
-def loop():
-    thread = LoopThread("dispatch")
-    yield thread
-    thread.close()
 
 
 @pytest.fixture(scope="module")

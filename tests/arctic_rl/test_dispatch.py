@@ -12,7 +12,6 @@ from skyrl.backends.skyrl_train.training_batch import TrainingInputBatch
 from skyrl.train.trainer import RayPPOTrainer
 from torch import nn
 
-from integrations.arctic_rl.backends.loop_thread import LoopThread
 from integrations.arctic_rl.dispatch import ArcticDispatch
 from integrations.arctic_rl.errors import UnsupportedError
 from integrations.arctic_rl.skyrl_config import parse_config
@@ -35,21 +34,6 @@ class InferenceClient:
 
     def increment_weight_version(self):
         self.weight_version += 1
-
-
-@pytest.fixture(scope="module")
-def loop():
-    thread = LoopThread("dispatch")
-    yield thread
-    thread.close()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -15,7 +15,6 @@ from skyrl.train.fully_async_trainer import FullyAsyncRayPPOTrainer, GeneratedOu
 from skyrl.train.generators.base import BatchMetadata, TrajectoryID
 from skyrl.train.trainer import RayPPOTrainer
 
-from integrations.arctic_rl.backends.loop_thread import LoopThread
 from integrations.arctic_rl.compose import apply_mixin, with_mixin
 from integrations.arctic_rl.errors import ArcticError, CheckpointError, UnsupportedError
 from integrations.arctic_rl.experiment import ArcticExpMixin
@@ -157,13 +156,6 @@ async def until(condition):
     async with asyncio.timeout(30):
         while not condition():
             await asyncio.sleep(0.001)
-
-
-@pytest.fixture(scope="module")
-def loop():
-    thread = LoopThread("dispatch")
-    yield thread
-    thread.close()
 
 
 def config(tmp_path, **settings):

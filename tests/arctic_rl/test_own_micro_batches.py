@@ -14,7 +14,6 @@ from skyrl.backends.skyrl_train.workers.worker_utils import get_microbatch_itera
 from skyrl.train.config import AlgorithmConfig
 from skyrl.train.dataset.preprocess import convert_prompts_responses_to_batch_tensors
 
-from integrations.arctic_rl.backends.loop_thread import LoopThread
 from integrations.arctic_rl.dispatch import ArcticDispatch
 from integrations.arctic_rl.errors import UnsupportedError
 from integrations.arctic_rl.loss_config import loss_request, packed_policy_loss
@@ -63,13 +62,6 @@ def registered():
     yield
     torch.set_num_threads(before)
     PolicyLossRegistry.unregister("spread_of_ratios")
-
-
-@pytest.fixture(scope="module")
-def loop():
-    thread = LoopThread("dispatch")
-    yield thread
-    thread.close()
 
 
 @pytest.fixture(scope="module")

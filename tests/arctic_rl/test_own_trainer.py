@@ -24,7 +24,6 @@ from skyrl.train.dataset.preprocess import convert_prompts_responses_to_batch_te
 from skyrl.train.trainer import RayPPOTrainer
 from skyrl.train.utils.utils import validate_batch_sizes
 
-from integrations.arctic_rl.backends.loop_thread import LoopThread
 from integrations.arctic_rl.compose import apply_mixin
 from integrations.arctic_rl.skyrl_config import parse_config
 from integrations.arctic_rl.trainer import ArcticTrainerMixin
@@ -102,21 +101,6 @@ class Tracker:
 
     def finish(self):
         pass
-
-
-@pytest.fixture(scope="module")
-def loop():
-    thread = LoopThread("dispatch")
-    yield thread
-    thread.close()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def config(tmp_path, *settings):

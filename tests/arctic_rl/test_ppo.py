@@ -13,7 +13,6 @@ from skyrl.backends.skyrl_train.utils.ppo_utils import (
 )
 from skyrl.train.trainer import RayPPOTrainer
 
-from integrations.arctic_rl.backends.loop_thread import LoopThread
 from integrations.arctic_rl.compose import apply_mixin
 from integrations.arctic_rl.trainer import ArcticTrainerMixin
 from tests.arctic_rl import test_own_trainer as runs
@@ -28,21 +27,6 @@ PPO = (
     "trainer.critic.model.path=some/model",
     f"trainer.critic_mini_batch_size={CRITIC_MINI_BATCH}",
 )
-
-
-@pytest.fixture(scope="module")
-def loop():
-    thread = LoopThread("dispatch")
-    yield thread
-    thread.close()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def train(cfg, loop, *, ranks=1, per_token=True):

@@ -9,20 +9,12 @@ import pytest
 import torch
 from skyrl.train.config.config import TorchProfilerConfig
 
-from integrations.arctic_rl.backends.loop_thread import LoopThread
 from integrations.arctic_rl.errors import ArcticError
 from integrations.arctic_rl.server.profiling import build_profiler
 from tests.arctic_rl.in_process_backend import InProcessBackend
 from tests.arctic_rl.resume_runs import Rollouts, config, run
 
 PREFIX = "trainer.policy.torch_profiler_config"
-
-
-@pytest.fixture(scope="module")
-def loop():
-    thread = LoopThread("dispatch")
-    yield thread
-    thread.close()
 
 
 def profiled(folder, steps=8, rank=0, **changes):

@@ -13,7 +13,6 @@ from skyrl.train.trainer import RayPPOTrainer
 from skyrl.train.utils.callbacks import TrainingCallback
 
 from integrations.arctic_rl import resume
-from integrations.arctic_rl.backends.loop_thread import LoopThread
 from integrations.arctic_rl.checkpoint import LATEST_NAME
 from integrations.arctic_rl.errors import CheckpointError
 from integrations.arctic_rl.resume import STATE_NAME
@@ -24,21 +23,6 @@ from tests.arctic_rl.shares import assembled, flip_a_byte
 
 LATEST = "trainer.resume_mode=latest"
 KL = ("trainer.algorithm.use_kl_loss=true",)
-
-
-@pytest.fixture(scope="module")
-def loop():
-    thread = LoopThread("dispatch")
-    yield thread
-    thread.close()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def train(cfg, loop, recording=None, *, flat=(), **keywords):

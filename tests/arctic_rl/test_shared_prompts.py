@@ -5,7 +5,6 @@ import copy
 import pytest
 import torch
 
-from integrations.arctic_rl.backends.loop_thread import LoopThread
 from integrations.arctic_rl.dispatch import ArcticDispatch
 from integrations.arctic_rl.errors import UnsupportedError
 from integrations.arctic_rl.skyrl_config import parse_config
@@ -16,21 +15,6 @@ from tests.arctic_rl.skyrl_reference import PAD_ID, ReferenceTrainer, action_log
 
 TEMPERATURE = 0.7
 SETTINGS = (f"trainer.algorithm.temperature={TEMPERATURE}", "trainer.algorithm.kl_loss_coef=0.1")
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def loop():
-    thread = LoopThread("sharing")
-    yield thread
-    thread.close()
 
 
 @pytest.fixture(scope="module")

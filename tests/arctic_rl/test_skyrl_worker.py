@@ -8,7 +8,6 @@ from skyrl.backends.skyrl_train.utils.ppo_utils import PolicyLossRegistry
 from skyrl.backends.skyrl_train.utils.torch_utils import chunked_entropy_from_logits, logprobs_from_logits
 from skyrl.backends.skyrl_train.workers.worker import PolicyWorkerBase
 
-from integrations.arctic_rl.backends.loop_thread import LoopThread
 from integrations.arctic_rl.dispatch import ArcticDispatch
 from integrations.arctic_rl.skyrl_config import parse_config
 from tests.arctic_rl.in_process_backend import InProcessBackend, packable
@@ -95,16 +94,6 @@ def skyrls(cfg, model, batch, monkeypatch, ranks=1):
         worker.policy_loss_fn = PolicyLossRegistry.get(cfg.trainer.algorithm.policy_loss_type)
         metrics = worker.forward_backward(batch[rank * size : (rank + 1) * size]).metrics
     return metrics, {name: values / ranks for name, values in gradients(model).items()}
-
-
-@pytest.fixture(scope="module")
-def loop():
-    thread = LoopThread("dispatch")
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield thread
-    torch.set_num_threads(before)
-    thread.close()
 
 
 @pytest.fixture(scope="module")

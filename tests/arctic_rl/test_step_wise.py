@@ -20,7 +20,6 @@ from skyrl.train.generators.base import TrajectoryID
 from skyrl.train.trainer import RayPPOTrainer
 from skyrl.train.utils.trainer_utils import validate_generator_output
 
-from integrations.arctic_rl.backends.loop_thread import LoopThread
 from integrations.arctic_rl.dispatch import ArcticDispatch
 from integrations.arctic_rl.processors.attention import attention_implementation
 from integrations.arctic_rl.skyrl_config import parse_config
@@ -168,21 +167,6 @@ def expected_batch(groups, *, merged):
 @pytest.fixture(scope="module")
 def models():
     return {"policy": tiny_model(attention="eager"), "ref": tiny_model(attention="eager", seed=3)}
-
-
-@pytest.fixture(scope="module")
-def loop():
-    thread = LoopThread("step-wise")
-    yield thread
-    thread.close()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -21,7 +21,6 @@ from skyrl.train.config.config import (
 from skyrl.train.generators.skyrl_gym_generator import SkyRLGymGenerator
 from skyrl_gym.envs.registration import EnvSpec, registry
 
-from integrations.arctic_rl.backends.loop_thread import LoopThread
 from integrations.arctic_rl.skyrl_config import parse_config
 from integrations.arctic_rl.support import SECTIONS, TABLE, refusals, without_effect
 from integrations.arctic_rl.support.entries import Honoured, NoEffect, PartOf, Refused, RefusedKeys
@@ -145,13 +144,6 @@ def contexts():
 @pytest.fixture(scope="module")
 def recipes():
     return contexts()
-
-
-@pytest.fixture(scope="module")
-def loop():
-    thread = LoopThread("artefacts")
-    yield thread
-    thread.close()
 
 
 def odd(setting):

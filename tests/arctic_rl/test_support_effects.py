@@ -5,7 +5,6 @@ import json
 import pytest
 from skyrl.train.utils import validate_cfg
 
-from integrations.arctic_rl.backends.loop_thread import LoopThread
 from integrations.arctic_rl.skyrl_config import parse_config
 from integrations.arctic_rl.support import TABLE
 from integrations.arctic_rl.support.entries import EFFECT_TESTS, Honoured
@@ -123,13 +122,6 @@ EFFECTS = {
 """By setting, another value than the default, and overrides without which it would have no effect."""
 
 CLAIMED = [name for name, entry in TABLE.items() if isinstance(entry, Honoured) and EFFECT_TESTS in entry.evidence]
-
-
-@pytest.fixture(scope="module")
-def loop():
-    thread = LoopThread("artefacts")
-    yield thread
-    thread.close()
 
 
 def test_there_is_a_case_for_each_setting_that_claims_one():

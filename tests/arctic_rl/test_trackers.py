@@ -6,18 +6,10 @@ import math
 import pytest
 from skyrl.train.utils.tracking import Tracking
 
-from integrations.arctic_rl.backends.loop_thread import LoopThread
 from integrations.arctic_rl.preflight import tracker_problems
 from integrations.arctic_rl.runtime_env import runtime_env_vars
 from tests.arctic_rl.in_process_backend import InProcessBackend
 from tests.arctic_rl.resume_runs import STEPS, Rollouts, config, run
-
-
-@pytest.fixture(scope="module")
-def loop():
-    thread = LoopThread("dispatch")
-    yield thread
-    thread.close()
 
 
 def train(folder, loop, logger):

@@ -7,7 +7,6 @@ import httpx
 import pytest
 
 from integrations.arctic_rl.backends.contract import PROMPTS, STEPS, UPDATE, Served, batch, meta, write_model
-from integrations.arctic_rl.backends.loop_thread import LoopThread
 from integrations.arctic_rl.client import ClientConfig, create_arctic_rl_client
 from integrations.arctic_rl.errors import ArcticError, ConfigError, WorkerDiedError
 from integrations.arctic_rl.sampling_params import to_vllm_kwargs
@@ -27,13 +26,6 @@ TOKEN = "sixteen characters or more"
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory):
     return write_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def loop():
-    thread = LoopThread("http")
-    yield thread
-    thread.close()
 
 
 @pytest.fixture
