@@ -36,8 +36,13 @@ class ArcticRLConfig:
     deepspeed: dict[str, Any] = field(default_factory=dict)
     """More of DeepSpeed's own config for the policy and the critic: offloading, bucket sizes, communication_data_type,
     its logs. A key that another setting rules must agree with it, one that would be lost is refused."""
+    device: Literal["cpu", "cuda"] | None = None
+    """Where models run: cpu = each "GPU" of the recipe is a process on the first node; cuda = GPUs that Ray gives;
+    None = cuda where the Ray cluster has GPUs, or in a dry run this machine, else cpu."""
+    gpu_timeout_s: float = 180.0
+    """Seconds to wait for GPUs that other jobs on the Ray cluster hold."""
     max_cpu_workers: int = 4
-    """Without GPUs, the most worker processes (training ranks, the critic's too, reference ranks and engines) one run
+    """On CPUs, the most worker processes (training ranks, the critic's too, reference ranks and engines) one run
     may start."""
     cpu_threads: int | None = None
     """Compute threads of each CPU worker; None = the machine's cores for a training rank, 1 for an engine."""
@@ -108,6 +113,7 @@ _RANGES: dict[str, tuple[float, float | None]] = {
     "scoring_time_limit_s": (0.1, None),
     "scoring_memory_limit_mb": (256, None),
     "max_scorer_failures": (0, None),
+    "gpu_timeout_s": (1, None),
     "startup_timeout_s": (1, None),
     "shutdown_timeout_s": (0.1, None),
 }

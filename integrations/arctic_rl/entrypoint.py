@@ -195,11 +195,14 @@ def check_placement(cfg: Any) -> None:
     """
     from .backends.builtin import describe_cluster, placement_request
     from .backends.registry import backend_name
+    from .devices import device_of
     from .placement import plan_placement
     from .server_config import server_config
 
     if backend_name(cfg) == "builtin":
-        plan_placement(placement_request(server_config(cfg, run_id="", env_vars={})), describe_cluster())
+        cluster = describe_cluster()
+        config = server_config(cfg, run_id="", env_vars={}, device=device_of(cfg, cluster.gpus))
+        plan_placement(placement_request(config), cluster)
 
 
 def await_task(task: Any) -> Any:

@@ -11,6 +11,7 @@ from .backend_client import SamplingClient
 from .backends.loop_thread import LoopThread
 from .backends.registry import RemoteBackendRegistry, backend_name
 from .compose import apply_mixin
+from .devices import device_of_cluster
 from .environments import environment_modules, register_environments
 from .errors import UnsupportedError
 from .fully_async import ArcticFullyAsyncMixin
@@ -33,7 +34,8 @@ class ArcticExpMixin:
         register_environments(cfg.trainer.arctic_rl.env_modules)
         self._arctic_loop = LoopThread("arctic-backend")
         backend_class = RemoteBackendRegistry.get(backend_name(cfg))
-        self._arctic_backend = backend_class.from_config(server_config(cfg, run_id=run_id, env_vars=env_vars))
+        config = server_config(cfg, run_id=run_id, env_vars=env_vars, device=device_of_cluster(cfg))
+        self._arctic_backend = backend_class.from_config(config)
         self._arctic_generator: Any = None
         super().__init__(cfg, *args, **kwargs)
 

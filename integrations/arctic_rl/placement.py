@@ -6,7 +6,7 @@ engine takes as many as its parallel sizes say, all on one node. Colocated, jobs
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -23,6 +23,12 @@ class Node:
     node_id: str
     cpus: int
     gpus: int
+    address: str = ""
+
+    @property
+    def name(self) -> str:
+        """How people know it."""
+        return self.address or self.node_id
 
 
 @dataclass(frozen=True)
@@ -85,11 +91,6 @@ class WorkerPlacement:
         """(node, number of the GPU there) of each GPU."""
         return tuple((self.node_id, gpu) for gpu in self.gpus)
 
-    @property
-    def devices(self) -> str:
-        """The devices as text."""
-        return f"cuda {','.join(map(str, self.gpus))}" if self.gpus else self.device
-
 
 @dataclass(frozen=True)
 class PlacementPlan:
@@ -122,10 +123,22 @@ class PlacementPlan:
             for engine in self.of("sampling")
         }
 
-    def table(self) -> str:
-        """The plan as text, a line a worker."""
+    def table(
+        self, devices: Mapping[tuple[str, int], str] | None = None, nodes: Mapping[str, str] | None = None
+    ) -> str:
+        """The plan as text, a line a worker.
+
+        Args:
+            devices: names of GPUs by their places; None = their numbers in the plan.
+            nodes: names of nodes by their ids; None = the ids.
+        """
         rows = [("job", "rank", "node", "devices")]
-        rows += [(w.job, str(w.rank), w.node_id, w.devices) for w in self.workers]
+        for worker in self.workers:
+            numbers = [str(gpu) if devices is None else devices[worker.node_id, gpu] for gpu in worker.gpus]
+            node = worker.node_id if nodes is None else nodes[worker.node_id]
+            rows.append(
+                (worker.job, str(worker.rank), node, " ".join([worker.device, *filter(None, [",".join(numbers)])]))
+            )
         widths = [max(len(row[i]) for row in rows) for i in range(4)]
         lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
         return "\n".join(line.rstrip() for line in lines)
@@ -140,11 +153,6 @@ def plan_placement(request: PlacementRequest, cluster: ClusterDescription) -> Pl
     Raises:
         PlacementError: when the processes do not fit, naming the settings to change, in one line.
     """
-    if request.device == "cpu" and cluster.gpus:
-        raise PlacementError(
-            f"the cluster has {cluster.gpus} GPUs, and placement on GPUs is not there yet: "
-            "hide them with CUDA_VISIBLE_DEVICES='' (ray start --num-gpus=0 on a cluster) to run on CPUs"
-        )
     if request.device == "cpu":
         return _plan_on_cpus(request, cluster)
     _check_sharing(request)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import os
-from typing import Any
+from typing import Any, Literal
 
 from .errors import UnsupportedError
 from .loss_config import packed_policy_loss
@@ -23,13 +24,16 @@ ENGINE_THREADS = 1
 """Compute threads of an engine on CPUs where the recipe names none: a second one gained nothing when measured."""
 
 
-def server_config(cfg: Any, *, run_id: str, env_vars: dict[str, str]) -> ServerConfig:
+def server_config(
+    cfg: Any, *, run_id: str, env_vars: dict[str, str], device: Literal["cpu", "cuda"] = "cpu"
+) -> ServerConfig:
     """Translate a recipe.
 
     Args:
         cfg: the SkyRL config; what ``support.refusals`` names is not translated.
         run_id: marks the processes of this run.
         env_vars: environment variables for every worker.
+        device: where models run (``devices``).
 
     Raises:
         UnsupportedError: for an engine setting that this backend sets itself, or a dtype that is not one.
@@ -40,10 +44,10 @@ def server_config(cfg: Any, *, run_id: str, env_vars: dict[str, str]) -> ServerC
     second_model = uses_reference and not reference_is_base(trainer)
     threads = arctic.cpu_threads or os.cpu_count() or 1
     return ServerConfig(
-        policy=_training_spec(cfg, "policy", threads),
-        reference=_training_spec(cfg, "ref", threads) if second_model else None,
-        critic=_training_spec(cfg, "critic", threads) if trainer.critic.model.path else None,
-        sampling=_sampling_spec(cfg),
+        policy=_training_spec(cfg, "policy", threads, device),
+        reference=_training_spec(cfg, "ref", threads, device) if second_model else None,
+        critic=_training_spec(cfg, "critic", threads, device) if trainer.critic.model.path else None,
+        sampling=_sampling_spec(cfg) if device == "cpu" else _gpu_sampling_spec(cfg),
         policy_ranks=placement.policy_num_nodes * placement.policy_num_gpus_per_node,
         ref_ranks=placement.ref_num_nodes * placement.ref_num_gpus_per_node if second_model else 0,
         critic_ranks=(
@@ -58,6 +62,12 @@ def server_config(cfg: Any, *, run_id: str, env_vars: dict[str, str]) -> ServerC
         shutdown_timeout_s=arctic.shutdown_timeout_s,
         env_vars=env_vars,
         server_url=arctic.server_url,
+        policy_nodes=placement.policy_num_nodes,
+        ref_nodes=placement.ref_num_nodes,
+        critic_nodes=placement.critic_num_nodes,
+        colocate_all=placement.colocate_all,
+        colocate_policy_ref=placement.colocate_policy_ref,
+        gpu_timeout_s=arctic.gpu_timeout_s,
     )
 
 
@@ -84,7 +94,7 @@ def optimizer_spec(cfg: Any, model: str = "policy") -> OptimizerSpec:
     )
 
 
-def _training_spec(cfg: Any, role: str, threads: int) -> TrainingSpec:
+def _training_spec(cfg: Any, role: str, threads: int, device: Literal["cpu", "cuda"]) -> TrainingSpec:
     trainer = cfg.trainer
     is_policy, is_critic = role == "policy", role == "critic"
     path = vars(trainer)[role].model.path
@@ -97,7 +107,7 @@ def _training_spec(cfg: Any, role: str, threads: int) -> TrainingSpec:
         gradient_checkpointing=trainer.gradient_checkpointing,
         gradient_checkpointing_use_reentrant=trainer.gradient_checkpointing_use_reentrant,
         seed=trainer.seed,
-        device="cpu",
+        device=device,
         threads=threads,
         processor_modules=tuple(trainer.arctic_rl.processor_modules),
         loss_fn=trainer.arctic_rl.loss_fn if is_policy else None,
@@ -159,6 +169,27 @@ def _sampling_spec(cfg: Any) -> SamplingSpec:
         seed=cfg.trainer.seed,
         engine_kwargs=kwargs,
         threads=cfg.trainer.arctic_rl.cpu_threads or ENGINE_THREADS,
+    )
+
+
+def _gpu_sampling_spec(cfg: Any) -> SamplingSpec:
+    """What of an engine is another on GPUs."""
+    engine, on_cpus = cfg.generator.inference_engine, _sampling_spec(cfg)
+    own_block_size = "block_size" in engine.engine_init_kwargs
+    kwargs = {name: value for name, value in on_cpus.engine_kwargs.items() if name != "block_size" or own_block_size}
+    if engine.data_parallel_size > 1:
+        raise UnsupportedError(
+            f"generator.inference_engine.data_parallel_size={engine.data_parallel_size}: an engine is not split into "
+            "data-parallel ones; write 1, and as many times num_engines"
+        )
+    return dataclasses.replace(
+        on_cpus,
+        device="cuda",
+        tensor_parallel_size=engine.tensor_parallel_size,
+        pipeline_parallel_size=engine.pipeline_parallel_size,
+        enforce_eager=engine.enforce_eager,
+        enable_sleep_mode=cfg.trainer.placement.colocate_all or engine.offload_kv_for_weight_sync,
+        engine_kwargs=kwargs,
     )
 
 

@@ -72,9 +72,9 @@ def test_a_critic_has_processes_of_its_own():
         plan_placement(dataclasses.replace(asked, max_cpu_workers=4), LAPTOP)
 
 
-def test_a_cluster_with_gpus_is_refused_until_it_is_served():
-    with pytest.raises(PlacementError, match="CUDA_VISIBLE_DEVICES"):
-        plan_placement(request(), ClusterDescription((Node("a", 8, 1),)))
+def test_processes_on_cpus_take_no_gpu_of_a_cluster_that_has_some():
+    plan = plan_placement(request(), cluster(8))
+    assert {worker.device for worker in plan.workers} == {"cpu"} and plan.gpus == ()
 
 
 def test_the_plan_depends_on_nothing_but_its_arguments():

@@ -18,6 +18,7 @@ from typing import Any
 from ..errors import ArcticError, RequestError, WorkerDiedError
 from ..placement import ClusterDescription, Node, PlacementPlan, PlacementRequest, WorkerPlacement, plan_placement
 from ..server.checkpoint import check_shares, write_file
+from ..server.placement_groups import Reservation, release, reserve
 from ..server.process import RUN_ID_VARIABLE, log_tail
 from ..server.sampling_worker import SamplingWorker
 from ..server.specs import ServerConfig
@@ -45,6 +46,7 @@ class BuiltinBackend(RemoteBackend):
     def __init__(self, config: ServerConfig, handle: BackendHandle | None = None) -> None:
         self._config = config
         self._attached = handle is not None
+        self._reservation: Reservation | None = None
         self._actors: dict[str, Any] = {} if handle is None else dict(handle.actors)
         self._watches: dict[str, asyncio.Future] = {}
         self._sharing: dict[str, tuple[CostModel, bool]] = {}
@@ -89,25 +91,48 @@ class BuiltinBackend(RemoteBackend):
         return ranks[self._serves(job)]
 
     async def initialize(self, num_training_steps: int, *, critic_training_steps: int = 0) -> None:
-        plan = plan_placement(placement_request(self._config), describe_cluster())
-        logger.info("placement of the workers:\n%s", plan.table())
+        plan = await self._place()
         self._run_dir = run_directory(self._config.run_id)
         for folder in (WEIGHTS_FOLDER, SCRATCH_FOLDER):
             os.mkdir(os.path.join(self._run_dir, folder))
         self._start_actors(plan)
-        groups = [self._setup_training("policy", num_training_steps), self._setup_sampling()]
-        if self._config.critic is not None:
-            groups.append(self._setup_training("critic", critic_training_steps))
-        if self._config.reference is not None:
-            groups.append(self._setup_training("ref", num_training_steps))
+        horizons = {"policy": num_training_steps, "critic": critic_training_steps, "ref": num_training_steps}
+        setups = self._setups({job: steps for job, steps in horizons.items() if plan.of(job)})
         try:
-            await asyncio.wait_for(asyncio.gather(*groups), self._config.startup_timeout_s)
+            await asyncio.wait_for(setups, self._config.startup_timeout_s)
         except TimeoutError as error:
             tails = "\n".join(self._tail(name) for name in self._actors)
             raise ArcticError(
                 f"the workers were not up within trainer.arctic_rl.startup_timeout_s={self._config.startup_timeout_s}:"
                 f"\n{tails}"
             ) from error
+
+    async def _place(self) -> PlacementPlan:
+        """Plan where workers run, and take the GPUs of that plan."""
+        cluster = describe_cluster()
+        plan = plan_placement(placement_request(self._config), cluster)
+        names = {node.node_id: node.name for node in cluster.nodes}
+        devices = None
+        if plan.gpus:
+            self._reservation = await asyncio.to_thread(reserve, plan, self._config.gpu_timeout_s)
+            devices = self._reservation.devices
+        logger.info("placement of the workers:\n%s", plan.table(devices, names))
+        return plan
+
+    async def _setups(self, horizons: dict[str, int]) -> None:
+        """Set all workers up, one job after the other where they share GPUs, each asleep before the next one begins.
+
+        The engines come first: vLLM measures how much memory a GPU has left for its cache.
+        """
+        if self._reservation is None or not self._config.colocate_all:
+            training = (self._setup_training(job, steps) for job, steps in horizons.items())
+            await asyncio.gather(*training, self._setup_sampling())
+            return
+        await self._setup_sampling()
+        await self.sleep_sampling(2)
+        for job, steps in horizons.items():
+            await self._setup_training(job, steps)
+            await self._call_all(self._names(job), "sleep")
 
     async def fwd_no_grad(self, job: str, batch: Batch, meta: dict, processing: dict) -> dict:
         plan, outputs = await self._run_ranks(job, batch, meta, processing, backward=False)
@@ -283,6 +308,9 @@ class BuiltinBackend(RemoteBackend):
         for actor in self._actors.values():
             ray.kill(actor)
         self._actors.clear()
+        if self._reservation is not None:
+            release(self._reservation)
+            self._reservation = None
         if self._run_dir is not None:
             shutil.rmtree(self._run_dir, ignore_errors=True)
 
@@ -309,19 +337,22 @@ class BuiltinBackend(RemoteBackend):
         import ray
 
         env_vars = {**self._config.env_vars, RUN_ID_VARIABLE: self._config.run_id}
-        options = {
+        options: dict[str, Any] = {
             "num_cpus": 0,
             "num_gpus": 0,
             "runtime_env": {"env_vars": env_vars},
             "max_restarts": 0,
             "enable_task_events": False,  # else Ray's control process keeps 3 KiB of each of some 300 calls a step
         }
+        if self._reservation is not None:
+            options |= self._reservation.actor_options(worker)
         name = f"{worker.job}-{worker.rank}"
         if worker.job == "sampling":
             spec = dataclasses.replace(
                 self._config.sampling,
                 log_file=self._log_file(name),
                 scratch_directory=os.path.join(self._run_dir, SCRATCH_FOLDER),
+                visible_devices=None if self._reservation is None else self._reservation.visible_devices(worker),
             )
             return ray.remote(SamplingWorker).options(**options, max_concurrency=10_000).remote(spec)
         specs = {"policy": self._config.policy, "critic": self._config.critic, "ref": self._config.reference}
@@ -472,6 +503,13 @@ def placement_request(config: ServerConfig) -> PlacementRequest:
         ref_ranks=config.ref_ranks,
         engines=config.engines,
         max_cpu_workers=config.max_cpu_workers,
+        policy_nodes=config.policy_nodes,
+        critic_nodes=config.critic_nodes,
+        ref_nodes=config.ref_nodes,
+        engine_gpus=config.sampling.gpus,
+        colocate_all=config.colocate_all,
+        colocate_policy_ref=config.colocate_policy_ref,
+        device=config.policy.device,
     )
 
 
@@ -481,7 +519,12 @@ def describe_cluster() -> ClusterDescription:
 
     here = ray.get_runtime_context().get_node_id()
     nodes = [
-        Node(node["NodeID"], int(node["Resources"].get("CPU", 0)), int(node["Resources"].get("GPU", 0)))
+        Node(
+            node["NodeID"],
+            int(node["Resources"].get("CPU", 0)),
+            int(node["Resources"].get("GPU", 0)),
+            node["NodeManagerAddress"],
+        )
         for node in ray.nodes()
         if node["Alive"]
     ]

@@ -33,7 +33,7 @@ class SamplingSpec:
     dtype: Literal["float32", "bfloat16", "float16"]
     """Dtype of the weights, the activations and the KV cache."""
     tensor_parallel_size: int
-    """Processes that share one engine; 1 on CPUs."""
+    """Processes that share every layer of one engine; 1 on CPUs."""
     max_model_len: int | None
     """Longest prompt and response together, in tokens; None = the model's own limit."""
     max_num_seqs: int
@@ -63,20 +63,36 @@ class SamplingSpec:
     """Compute threads of the engine on CPUs."""
     enable_sleep_mode: bool = False
     """Let ``sleep`` free GPU memory; unused on CPUs, where sleeping frees nothing."""
+    pipeline_parallel_size: int = 1
+    """Groups of such processes that have a part of the layers each; 1 on CPUs."""
+    visible_devices: str | None = None
+    """The engine's GPUs, as ``CUDA_VISIBLE_DEVICES`` names them; None = those that the process sees."""
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of the engine."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
     def __post_init__(self) -> None:
-        for name in ("tensor_parallel_size", "max_num_seqs", "max_num_batched_tokens", "threads"):
+        for name in (
+            "tensor_parallel_size",
+            "pipeline_parallel_size",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "threads",
+        ):
             if getattr(self, name) < 1:
                 raise UnsupportedError(f"sampling {name}={getattr(self, name)}: must be at least 1")
         if self.max_model_len is not None and self.max_model_len < 2:
             raise UnsupportedError(f"sampling max_model_len={self.max_model_len}: must hold a prompt and a response")
         if self.device == "cpu" and self.cpu_kv_cache_gib <= 0:
             raise UnsupportedError(f"sampling cpu_kv_cache_gib={self.cpu_kv_cache_gib}: must be above 0")
-        if self.device == "cpu" and self.tensor_parallel_size > 1:
-            raise UnsupportedError(
-                f"generator.inference_engine.tensor_parallel_size={self.tensor_parallel_size} on CPUs: an engine is "
-                "one process there; write 1 and raise generator.inference_engine.num_engines"
-            )
+        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+            if self.device == "cpu" and getattr(self, name) > 1:
+                raise UnsupportedError(
+                    f"generator.inference_engine.{name}={getattr(self, name)} on CPUs: an engine is one process "
+                    "there; write 1 and raise generator.inference_engine.num_engines"
+                )
         for name in self.engine_kwargs:
             if name in PROTECTED_ENGINE_ARGS:
                 raise UnsupportedError(
@@ -97,6 +113,8 @@ def engine_environment(spec: SamplingSpec) -> dict[str, str | None]:
         variables["HF_HUB_OFFLINE"] = "1"
     if spec.scratch_directory is not None:
         variables |= {"VLLM_RPC_BASE_PATH": spec.scratch_directory, "TMPDIR": spec.scratch_directory}
+    if spec.visible_devices is not None:
+        variables["CUDA_VISIBLE_DEVICES"] = spec.visible_devices
     if spec.device == "cpu":
         variables |= {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -152,7 +170,8 @@ def engine_arguments(spec: SamplingSpec, known: Iterable[str]) -> dict[str, Any]
         }
     else:
         arguments |= {
-            "distributed_executor_backend": "mp" if spec.tensor_parallel_size > 1 else "uni",
+            "pipeline_parallel_size": spec.pipeline_parallel_size,
+            "distributed_executor_backend": "mp" if spec.gpus > 1 else "uni",
             "gpu_memory_utilization": spec.gpu_memory_utilization,
             "enable_sleep_mode": spec.enable_sleep_mode,
         }

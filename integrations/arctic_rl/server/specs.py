@@ -143,3 +143,15 @@ class ServerConfig:
     """The value model of PPO; None = the recipe uses none."""
     critic_ranks: int = 0
     """Data-parallel processes of the critic; 0 without one."""
+    policy_nodes: int = 1
+    """On GPUs, the different nodes of the policy's ranks, as many ranks on each."""
+    ref_nodes: int = 1
+    """The same of the reference model."""
+    critic_nodes: int = 1
+    """The same of the critic."""
+    colocate_all: bool = False
+    """Whether training, log-probs and sampling share GPUs and take turns on them."""
+    colocate_policy_ref: bool = False
+    """Whether the policy and the reference model share GPUs and take turns on them."""
+    gpu_timeout_s: float = 180.0
+    """Seconds to wait for GPUs that other jobs hold."""
