@@ -91,6 +91,14 @@ class ArcticRLConfig:
     """Failures of the scorer itself (not of a model's answer) that a run survives; one more ends it."""
     dry_run: bool = False
     """Print what the run would do and what stands against it, and start nothing; needs no GPU, data set or model."""
+    max_skipped_steps: int = 10
+    """Optimizer steps in a row, of one model, that may be skipped because the gradient is not finite; one more ends
+    the run."""
+    max_engine_restarts: int = 8
+    """Restarts of dead or hanging sampling engines that a run survives; one more ends it."""
+    worker_timeout_s: float = 600.0
+    """Seconds without a sign of life after which a worker process counts as dead. However long a call takes, a worker
+    gives one between any two native operations."""
     startup_timeout_s: float = 600.0
     """Seconds that bringing up all workers may take."""
     shutdown_timeout_s: float = 20.0
@@ -114,6 +122,9 @@ _RANGES: dict[str, tuple[float, float | None]] = {
     "scoring_memory_limit_mb": (256, None),
     "max_scorer_failures": (0, None),
     "gpu_timeout_s": (1, None),
+    "max_skipped_steps": (0, None),
+    "max_engine_restarts": (0, None),
+    "worker_timeout_s": (5, None),
     "startup_timeout_s": (1, None),
     "shutdown_timeout_s": (0.1, None),
 }

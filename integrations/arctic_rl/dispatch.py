@@ -22,6 +22,7 @@ from .layout import repack_to_verl, response_to_skyrl
 from .loss_config import logits_meta, loss_request, reads_old_logprobs, sharing_meta, skyrl_metrics
 from .micro_batches import lcm_dp_size, micro_batch_counts, skyrl_dp_size, skyrl_micro_batch_ids
 from .off_policy import correction_weights
+from .skipped_steps import SkippedSteps
 from .step_log import CRITIC_STEP_LOG_NAME, STEP_LOG_NAME, StepLog
 
 
@@ -65,6 +66,7 @@ class ArcticDispatch:
             model: StepLog(Path(cfg.trainer.log_path) / name)
             for model, name in (("policy", STEP_LOG_NAME), ("critic", CRITIC_STEP_LOG_NAME))
         }
+        self._skipped_steps = SkippedSteps(cfg.trainer.arctic_rl.max_skipped_steps)
         self._last_weight_sync_s: float | None = None
         self._update_of_step = (-1, 0)
         uses_reference = cfg.trainer.algorithm.use_kl_loss or cfg.trainer.algorithm.use_kl_in_reward
@@ -239,12 +241,17 @@ class ArcticDispatch:
         return self.forward_backward(model, chunk_refs.rows, loss_fn, loss_fn_config, model_id)
 
     def optim_step(self, model: str, model_id: str | None = None) -> float:
-        """One optimizer step; returns the gradient's L2 norm before clipping."""
+        """One optimizer step, skipped where the gradient is not finite; returns its L2 norm before clipping."""
         self._refuse_tinker_arguments(None, None, model_id)
         self._check_model(model, trained=True)
         result = self._loop.run(self._backend.step(**trained_job(model)))
         self._step_logs[model].optimizer_step(result)
+        self._skipped_steps.note(model, result)
         return result["grad_norm"]
+
+    def fault_metrics(self) -> dict[str, float]:
+        """What went wrong since the last call and did not end the run: skipped steps, restarts of engines."""
+        return {**self._skipped_steps.take_metrics(), **self._backend.take_fault_metrics()}
 
     def empty_cache(self, model: str | None = None) -> None:
         if model is not None:

@@ -58,6 +58,8 @@ def server_config(
         sync_dtype=_dtype("generator.inference_engine.model_dtype", engine.model_dtype),
         log_dir=os.path.join(os.path.abspath(trainer.log_path), "workers"),
         run_id=run_id,
+        max_engine_restarts=arctic.max_engine_restarts,
+        worker_timeout_s=arctic.worker_timeout_s,
         startup_timeout_s=arctic.startup_timeout_s,
         shutdown_timeout_s=arctic.shutdown_timeout_s,
         env_vars=env_vars,

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from .skipped_steps import is_skipped
+
 STEP_LOG_NAME = "optimizer_steps.jsonl"
 CRITIC_STEP_LOG_NAME = "critic_optimizer_steps.jsonl"
 
@@ -32,8 +34,9 @@ class StepLog:
         }
 
     def optimizer_step(self, result: dict[str, Any]) -> None:
-        """Write the line of a step that used ``result["lr"]``."""
-        self._count += 1
+        """Write the line of a step that used ``result["lr"]``; a skipped one has the number of the one before it."""
+        if not is_skipped(result):
+            self._count += 1
         line = {"optimizer_step": self._count, **result, **self._mini_batch}
         self._mini_batch = {}
         self._path.parent.mkdir(parents=True, exist_ok=True)

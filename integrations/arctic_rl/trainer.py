@@ -71,6 +71,12 @@ class ArcticTrainerMixin(ResumeMixin, JudgedBaselineMixin, EqualRewardsMixin):
         self.ref_model = ServedModel("ref_model") if uses_reference else None
         logger.info("the Arctic RL backend's workers are up")
 
+    def train_critic_and_policy(self, data: Any) -> Any:
+        """The trainer's own, and what went wrong meanwhile, as metrics."""
+        status = super().train_critic_and_policy(data)
+        self.all_metrics.update(self.dispatch.fault_metrics())
+        return status
+
     def update_ref_with_policy(self) -> None:
         """Make the reference model a copy of the policy.
 

@@ -74,7 +74,9 @@ class RemoteBackend(ABC):
     @abstractmethod
     async def step(self, job: str = "policy") -> dict[str, float]:
         """One optimizer step of ``policy`` or ``critic``; returns ``grad_norm`` (before clipping) and ``lr`` (the one
-        that was used)."""
+        that was used).
+
+        A step whose norm is not finite has changed nothing: not the weights, nor the optimizer, nor the schedule."""
 
     @abstractmethod
     async def generate(self, requests: list[dict]) -> list[dict]:
@@ -222,6 +224,10 @@ class RemoteBackend(ABC):
     @abstractmethod
     async def node_ids(self) -> list[str]:
         """Ray node ids on which training workers run."""
+
+    def take_fault_metrics(self) -> dict[str, float]:
+        """Counts, since the last call, of what failed and was mended, by the names they are logged under."""
+        return {}
 
     @abstractmethod
     async def shutdown(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import json
 import logging
 import os
@@ -19,21 +20,27 @@ from ..errors import ArcticError, RequestError, WorkerDiedError
 from ..placement import ClusterDescription, Node, PlacementPlan, PlacementRequest, WorkerPlacement, plan_placement
 from ..server.checkpoint import check_shares, write_file
 from ..server.placement_groups import Reservation, release, reserve
-from ..server.process import RUN_ID_VARIABLE, log_tail
+from ..server.process import RUN_ID_VARIABLE, kill_processes, log_tail
 from ..server.sampling_worker import SamplingWorker
 from ..server.specs import ServerConfig
 from ..server.training_worker import TrainingWorker
 from ..server.weights import remove_weights
 from ..wire.body import decode_answer, encode
 from ..zorro.cost import CostModel
+from .alarm import Alarm
 from .base import Batch, InFlight, RemoteBackend
 from .engine_choice import EngineChoice
+from .engine_supervisor import DEATH_GRACE_S, EngineSupervisor, first_line
 from .handle import BackendHandle
+from .heartbeat import watched
 from .sharding import RankPlan, plan_ranks
 
 logger = logging.getLogger(__name__)
 
-DEATH_GRACE_S = 5.0
+END_LIMIT_S = 10.0
+"""Seconds that another node gets to end processes."""
+MOST_IN_FLIGHT = 9000
+"""Requests that an engine has at once; more wait here, so that signs of life and other calls need not."""
 ENGINES_NAME = "engines.json"
 """File of a checkpoint with the random state of each engine."""
 RUN_DIRECTORY_PREFIX = "arctic-rl-"
@@ -49,6 +56,7 @@ class BuiltinBackend(RemoteBackend):
         self._reservation: Reservation | None = None
         self._actors: dict[str, Any] = {} if handle is None else dict(handle.actors)
         self._watches: dict[str, asyncio.Future] = {}
+        self._deaths = Alarm()
         self._sharing: dict[str, tuple[CostModel, bool]] = {}
         self._choice = EngineChoice(self._names("sampling"))
         self._running = asyncio.Event()
@@ -58,6 +66,11 @@ class BuiltinBackend(RemoteBackend):
         self._request_count = 0
         self._client_id = uuid.uuid4().hex[:8]
         self._lease = asyncio.Condition()
+        self._slots: dict[str, asyncio.Semaphore] = {}
+        self._placed: dict[str, WorkerPlacement] = {}
+        self._process_ids: dict[str, list[int]] = {}
+        self._supervisor: EngineSupervisor | None = None
+        self._asleep_at: int | None = None
 
     @classmethod
     def from_config(cls, config: ServerConfig, handle: BackendHandle | None = None) -> BuiltinBackend:
@@ -106,6 +119,7 @@ class BuiltinBackend(RemoteBackend):
                 f"the workers were not up within trainer.arctic_rl.startup_timeout_s={self._config.startup_timeout_s}:"
                 f"\n{tails}"
             ) from error
+        await self._supervise()
 
     async def _place(self) -> PlacementPlan:
         """Plan where workers run, and take the GPUs of that plan."""
@@ -193,10 +207,12 @@ class BuiltinBackend(RemoteBackend):
             shutil.rmtree(directory)
 
     async def sleep_sampling(self, level: int) -> None:
+        self._asleep_at = level
         await self._call_all(self._names("sampling"), "sleep", level)
 
     async def wake_sampling(self, tags: list[str] | None) -> None:
         await self._call_all(self._names("sampling"), "wake_up", tags)
+        self._asleep_at = None
 
     async def pause_generation(self, *, in_flight: InFlight = "finish") -> None:
         self._running.clear()
@@ -242,7 +258,7 @@ class BuiltinBackend(RemoteBackend):
             return False
         await self._gather(
             {
-                name: self._actors[name].set_random_state.remote(of_engine)
+                name: self._send(name, "set_random_state", of_engine)
                 for name, of_engine in zip(names, states, strict=True)
             }
         )
@@ -295,10 +311,15 @@ class BuiltinBackend(RemoteBackend):
         for watch in self._watches.values():
             watch.cancel()
         self._watches.clear()
+        if self._supervisor is not None:
+            self._supervisor.close()
 
     async def shutdown(self) -> None:
         import ray
 
+        dead = [name for name, watch in self._watches.items() if _failed(watch) and name in self._placed]
+        for name in dead if self._supervisor is None else [*dead, *self._supervisor.dead()]:
+            await self._end(name)
         self._stop_watching()
         shutdowns = [self._actors[name].shutdown.remote() for name in self._names("sampling")]
         if shutdowns:
@@ -326,12 +347,94 @@ class BuiltinBackend(RemoteBackend):
 
     def _start_actors(self, plan: PlacementPlan) -> None:
         for worker in plan.workers:
-            self._actors[f"{worker.job}-{worker.rank}"] = self._start_actor(worker, len(plan.of(worker.job)))
+            name = f"{worker.job}-{worker.rank}"
+            self._placed[name] = worker
+            self._actors[name] = self._start_actor(worker, len(plan.of(worker.job)))
         self._choice = EngineChoice(self._names("sampling"))
 
+    def _begin_watching(self, watches: dict[str, asyncio.Future]) -> None:
+        self._watches, self._deaths = watches, Alarm()
+        for watch in watches.values():
+            self._deaths.follow(watch)
+
     def _watch(self, name: str) -> Any:
-        method = self._actors[name].watch
-        return method.remote() if name.startswith("sampling") else method.options(concurrency_group="watch").remote()
+        return self._beside(name, "watch")
+
+    def _beside(self, name: str, method: str) -> Any:
+        """A call that a worker answers beside others."""
+        bound = getattr(self._actors[name], method)
+        return bound.remote() if name.startswith("sampling") else bound.options(concurrency_group=method).remote()
+
+    def _watched(self, name: str) -> asyncio.Future:
+        """Fails when a worker dies, or gives no sign of life."""
+        ping = functools.partial(self._beside, name, "ping")
+        return asyncio.ensure_future(watched(self._watch(name), ping, self._config.worker_timeout_s))
+
+    async def _supervise(self) -> None:
+        """From now on, look for signs of life, and restart engines."""
+        names = list(self._actors)
+        process_ids = await self._call_all(names, "process_ids")
+        self._process_ids = dict(zip(names, process_ids, strict=True))
+        self._stop_watching()
+        engines = self._names("sampling")
+        self._begin_watching({name: self._watched(name) for name in names if name not in engines})
+        self._supervisor = EngineSupervisor(
+            self._actors,
+            watch=self._watched,
+            replace=self._replace_engine,
+            last_words=self._tail,
+            most=self._config.max_engine_restarts,
+            may_restart_now=lambda: self._asleep_at is None,
+        )
+        self._supervisor.watch(engines)
+
+    async def _replace_engine(self, name: str) -> None:
+        """Start an engine anew, with the current weights, in the state that the others are in.
+
+        Raises:
+            WorkerDiedError: it died too.
+            ArcticError: it did not start.
+        """
+        await self._end(name)
+        self._actors[name] = self._start_actor(self._placed[name], len(self._names("sampling")))
+        death = asyncio.ensure_future(_as_future(self._watch(name)))
+        try:
+            await asyncio.wait_for(self._restore_engine(self._actors[name], name), self._config.startup_timeout_s)
+        except TimeoutError as error:
+            raise ArcticError(
+                f"worker {name} was not up again within trainer.arctic_rl.startup_timeout_s="
+                f"{self._config.startup_timeout_s}\n{self._tail(name)}"
+            ) from error
+        except Exception as error:
+            await asyncio.wait({death}, timeout=DEATH_GRACE_S)
+            if _failed(death):
+                raise WorkerDiedError(f"while it was restarted: {first_line(death.exception())}") from error
+            cause = getattr(error, "cause", None) or error
+            raise ArcticError(f"worker {name} could not be restarted: {cause}\n{self._tail(name)}") from error
+        finally:
+            death.cancel()
+
+    async def _restore_engine(self, actor: Any, name: str) -> None:
+        await actor.setup.remote()
+        self._process_ids[name] = await actor.process_ids.remote()
+        await self.load_current_weights(name)
+        if self._frozen:
+            await actor.freeze.remote()
+        if self._asleep_at is not None:
+            await actor.sleep.remote(self._asleep_at)
+
+    async def _end(self, name: str) -> None:
+        """End a worker's processes, also where they stand still."""
+        import ray
+
+        process_ids, node_id = self._process_ids.get(name, []), self._placed[name].node_id
+        if node_id == ray.get_runtime_context().get_node_id():
+            await asyncio.to_thread(kill_processes, process_ids)
+        else:
+            there = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node_id, soft=False)
+            remote = ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=there)(kill_processes)
+            await asyncio.to_thread(ray.wait, [remote.remote(process_ids)], timeout=END_LIMIT_S)
+        ray.kill(self._actors[name])
 
     def _start_actor(self, worker: WorkerPlacement, world_size: int) -> Any:
         import ray
@@ -354,10 +457,10 @@ class BuiltinBackend(RemoteBackend):
                 scratch_directory=os.path.join(self._run_dir, SCRATCH_FOLDER),
                 visible_devices=None if self._reservation is None else self._reservation.visible_devices(worker),
             )
-            return ray.remote(SamplingWorker).options(**options, max_concurrency=10_000).remote(spec)
+            return ray.remote(SamplingWorker).options(**options, max_concurrency=MOST_IN_FLIGHT + 1000).remote(spec)
         specs = {"policy": self._config.policy, "critic": self._config.critic, "ref": self._config.reference}
         spec = specs[worker.job]
-        actor = ray.remote(concurrency_groups={"watch": 1}, **options)(TrainingWorker)
+        actor = ray.remote(concurrency_groups={"watch": 1, "ping": 1}, **options)(TrainingWorker)
         return actor.remote(spec, worker.rank, world_size, self._log_file(name))
 
     async def _setup_training(self, job: str, num_training_steps: int) -> None:
@@ -408,14 +511,15 @@ class BuiltinBackend(RemoteBackend):
         self._request_count += 1
         request_id = f"{name}-{self._client_id}-{self._request_count}"
         try:
-            return await self._call(
-                name,
-                "generate",
-                request["prompt_token_ids"],
-                request["params"],
-                request_id,
-                request.get("cache_salt"),
-            )
+            async with self._slots.setdefault(name, asyncio.Semaphore(MOST_IN_FLIGHT)):
+                return await self._call(
+                    name,
+                    "generate",
+                    request["prompt_token_ids"],
+                    request["params"],
+                    request_id,
+                    request.get("cache_salt"),
+                )
         finally:
             self._choice.finish(assignment)
             async with self._lease:
@@ -433,24 +537,35 @@ class BuiltinBackend(RemoteBackend):
 
     async def _call_all(self, names: list[str], method: str, *args: Any) -> list[Any]:
         self._require_workers(method)
-        return await self._gather({name: getattr(self._actors[name], method).remote(*args) for name in names})
+        return await self._gather({name: self._send(name, method, *args) for name in names})
+
+    def _send(self, name: str, method: str, *args: Any) -> Awaitable[Any]:
+        if self._supervisor is not None and name.startswith("sampling") and not self._supervisor.restarts_here(name):
+            return self._supervisor.call(name, method, *args)
+        return getattr(self._actors[name], method).remote(*args)
+
+    def take_fault_metrics(self) -> dict[str, float]:
+        return {} if self._supervisor is None else self._supervisor.take_metrics()
 
     async def _gather(self, calls: dict[str, Any]) -> list[Any]:
-        """Results of one call a worker; the first failure of a call, or the death of any worker, ends the wait."""
+        """Results of one call a worker; the first failure of a call, or the death of any worker but an engine that is
+        restarted, ends the wait."""
         if not calls:
             return []
         if not self._watches:
-            self._watches = {name: asyncio.ensure_future(_as_future(self._watch(name))) for name in self._actors}
+            self._begin_watching({name: asyncio.ensure_future(_as_future(self._watch(name))) for name in self._actors})
         futures = {name: asyncio.ensure_future(_as_future(ref)) for name, ref in calls.items()}
         pending: set[Awaitable] = set(futures.values())
+        death = self._deaths.waiter()
         try:
             while pending:
-                done, _ = await asyncio.wait({*pending, *self._watches.values()}, return_when=asyncio.FIRST_COMPLETED)
+                done, _ = await asyncio.wait({*pending, death}, return_when=asyncio.FIRST_COMPLETED)
                 pending -= done
-                if any(_failed(future) for future in done):
+                if death in done or any(_failed(future) for future in done):
                     raise await self._explain({**futures}) from None
             return [future.result() for future in futures.values()]
         finally:
+            self._deaths.forget(death)
             for future in futures.values():
                 if not future.done():
                     future.cancel()
@@ -461,7 +576,10 @@ class BuiltinBackend(RemoteBackend):
         """The error to raise: a refused call's, else a dead worker's if one is found within a short grace time, else
         the first failure."""
         for name, future in futures.items():
-            cause = getattr(future.exception(), "cause", None) if _failed(future) else None
+            error = future.exception() if _failed(future) else None
+            cause = getattr(error, "cause", None) or error
+            if isinstance(error, WorkerDiedError) and cause is error:
+                return error
             if isinstance(cause, ValueError):
                 return RequestError(f"worker {name} refused the call: {cause}")
             if isinstance(cause, ArcticError) and not isinstance(cause, WorkerDiedError):
@@ -473,7 +591,7 @@ class BuiltinBackend(RemoteBackend):
         dead = [name for name, watch in self._watches.items() if _failed(watch)]
         if dead:
             tails = "\n".join(self._tail(name) for name in dead)
-            causes = "; ".join(f"{name}: {_first_line(self._watches[name].exception())}" for name in dead)
+            causes = "; ".join(f"{name}: {first_line(self._watches[name].exception())}" for name in dead)
             return WorkerDiedError(f"worker {', '.join(dead)} died ({causes})\n{tails}")
         name, error = next((n, f.exception()) for n, f in futures.items() if _failed(f))
         cause = getattr(error, "cause", None) or error
@@ -485,10 +603,6 @@ class BuiltinBackend(RemoteBackend):
 
 def _failed(future: asyncio.Future) -> bool:
     return future.done() and not future.cancelled() and future.exception() is not None
-
-
-def _first_line(error: BaseException | None) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
 async def _as_future(ref: Any) -> Any:

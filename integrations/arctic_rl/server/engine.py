@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
@@ -142,24 +143,29 @@ def initialize_engine(model: PreTrainedModel, spec: TrainingSpec) -> tuple[Any, 
 
 
 def _record_gradient_norm(engine: Any, optimizer: torch.optim.Optimizer) -> None:
-    """Let a replicated float32 engine keep its gradient norm before clipping, as its other optimizers do.
+    """Let a replicated float32 engine keep its gradient norm before clipping, and step on a finite one alone, as its
+    other optimizers do.
 
-    DeepSpeed 0.19.8 drops that norm in ``clip_fp32_gradients``, and computes none without clipping; remove this when
-    ``get_global_grad_norm`` has it.
+    DeepSpeed 0.19.8 drops that norm in ``clip_fp32_gradients``, computes none without clipping, and hands plain AdamW
+    whatever gradient there is; remove this when ``get_global_grad_norm`` has it and such a step is skipped.
     """
     parameters = list(engine.module.parameters())
 
     def clip_fp32_gradients() -> None:
         engine._global_grad_norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm=engine.gradient_clipping())
 
-    def measure(*_: Any) -> None:
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        engine._global_grad_norm = torch.nn.utils.get_total_norm(gradients)
+    def before_step(*_: Any) -> None:
+        if engine.gradient_clipping() == 0:
+            gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+            engine._global_grad_norm = torch.nn.utils.get_total_norm(gradients)
+        if not math.isfinite(engine._global_grad_norm):
+            # AdamW leaves a parameter without a gradient as it is, with its moments and its count of steps.
+            for parameter in parameters:
+                parameter.grad = None
 
     if engine.gradient_clipping() > 0:
         engine.clip_fp32_gradients = clip_fp32_gradients
-    else:
-        optimizer.register_step_pre_hook(measure)
+    optimizer.register_step_pre_hook(before_step)
 
 
 def _undo_trial_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:

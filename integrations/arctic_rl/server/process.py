@@ -94,6 +94,19 @@ def kill_run(run_id: str, *, spare: set[int] | None = None) -> list[int]:
     return [process.pid for process in [*workers, *stuck]]
 
 
+def kill_processes(process_ids: list[int]) -> None:
+    """Kill processes of this node, stopped ones too, and leave Python's resource trackers to end by themselves."""
+    import psutil
+
+    processes = []
+    for process_id in process_ids:
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            process = psutil.Process(process_id)
+            if not any("resource_tracker" in part for part in process.cmdline()):
+                processes.append(process)
+    _kill(processes)
+
+
 def _kill(processes: list[psutil.Process]) -> None:
     import psutil
 

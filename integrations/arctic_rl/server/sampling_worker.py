@@ -246,6 +246,15 @@ class SamplingWorker:
             await asyncio.sleep(_WATCH_SECONDS)
         raise self._died()
 
+    async def ping(self) -> None:
+        """Returns once every process of the engine has answered, between two of its steps.
+
+        Raises:
+            WorkerDiedError: when the engine's process is gone.
+        """
+        if self._engine is not None:
+            await self._engine_call(self._engine.collective_rpc("arctic_ping"))
+
     async def process_ids(self) -> list[int]:
         """This process and all its descendants."""
         return own_process_ids()

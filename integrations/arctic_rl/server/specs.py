@@ -137,6 +137,10 @@ class ServerConfig:
     """Seconds that workers get to stop by themselves."""
     env_vars: dict[str, str] = field(default_factory=dict)
     """Environment variables of every worker."""
+    max_engine_restarts: int = 8
+    """See ``trainer.arctic_rl.max_engine_restarts``."""
+    worker_timeout_s: float = 600.0
+    """See ``trainer.arctic_rl.worker_timeout_s``."""
     server_url: str | None = None
     """Where a server over HTTP is; None = the backend starts workers of its own."""
     critic: TrainingSpec | None = None

@@ -43,6 +43,9 @@ class TrainingWorker:
         """Never returns while the process lives: its Ray future fails the moment that the process is gone."""
         threading.Event().wait()
 
+    def ping(self) -> None:
+        """Returns at once, beside whatever call is under way, unless the process stands still."""
+
     def process_ids(self) -> list[int]:
         return own_process_ids()
 
@@ -169,14 +172,14 @@ class TrainingWorker:
         """The learning rate that the next optimizer step uses."""
         return self._optimizer.param_groups[0]["lr"]
 
-    def step(self) -> dict[str, float]:
+    def step(self) -> dict[str, Any]:
         """One optimizer step on the accumulated gradient.
 
-        Returns:
-            ``lr`` that was used and ``grad_norm``, the L2 norm before clipping.
+        A gradient whose norm is not finite is thrown away: weights, optimizer and schedule stay as they are.
 
-        Raises:
-            FloatingPointError: when the gradient norm is not finite; the weights are not to be used then.
+        Returns:
+            ``lr`` that was used, ``grad_norm``, the L2 norm before clipping, and ``skipped``, whether it was not
+            finite.
         """
         import math
 
@@ -184,10 +187,12 @@ class TrainingWorker:
         lr = self.learning_rate()
         self._engine.step()
         norm = float(self._engine.get_global_grad_norm())
-        if not math.isfinite(norm):
-            raise FloatingPointError(f"the gradient norm is {norm}: the loss or a gradient is not finite")
-        self._scheduler.step()
-        return {"lr": lr, "grad_norm": norm}
+        skipped = not math.isfinite(norm)
+        if skipped:
+            self._engine.global_steps -= 1
+        else:
+            self._scheduler.step()
+        return {"lr": lr, "grad_norm": norm, "skipped": skipped}
 
     def export_weights(self, directory: str, version: int, dtype: str) -> str | None:
         """Gather all parameters and write them for the engines.

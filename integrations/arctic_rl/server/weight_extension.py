@@ -73,6 +73,9 @@ class WeightExtension:
             token_sampler.forward = token_sampler.forward_native
         return os.getpid()
 
+    def arctic_ping(self) -> None:
+        """A sign of life."""
+
     def arctic_weight_names(self) -> list[tuple[str, list[int], str]]:
         """(name, shape, dtype) of each tensor that a sync must send, each once; a tied head is absent."""
         specs, _ = self._arctic_expected()

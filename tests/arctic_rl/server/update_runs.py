@@ -44,8 +44,9 @@ def start(runs: list[Run], world_size: int, folder: Path) -> torch.multiprocessi
 
 
 def results(context: torch.multiprocessing.ProcessContext, folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """Per run, per step: ``loss``, ``metrics``, ``lr``, ``grad_norm``, ``gradient``, ``change``, ``micro_batches``,
-    ``steps`` and ``scheduler_steps`` so far; ``frozen``, whether what is not trained is what it was, bit for bit."""
+    """Per run, per step: ``loss``, ``metrics``, ``lr``, ``grad_norm``, ``skipped``, ``gradient``, ``moment``, AdamW's
+    first one, ``change``, ``micro_batches``, ``steps`` and ``scheduler_steps`` so far; ``frozen``, whether what is not
+    trained is what it was, bit for bit."""
     while not context.join():
         pass
     return torch.load(folder / "results.pt", weights_only=False)
@@ -79,6 +80,7 @@ def _take(run: Run, rank: int, world_size: int, port: int, folder: str) -> list[
         step = {"loss": result["avg_loss"], "metrics": result["metrics"], "micro_batches": len(count), **worker.step()}
         after, momentum_after = _weights(worker), _state(worker, "exp_avg")
         step["change"] = {name: after[name] - before[name] for name in after}
+        step["moment"] = momentum_after
         step["gradient"] = _gradient(momentum, momentum_after, run.spec.optimizer.betas[0])
         step |= {"steps": engine.global_steps, "scheduler_steps": worker._scheduler.last_epoch}
         now = _frozen(worker)

@@ -147,6 +147,13 @@ def _add_jobs(app: FastAPI, jobs: Jobs, settings: HttpSettings) -> None:
         return {"job_id": job_id}
 
 
+class NumbersResponse(JSONResponse):
+    """JSON that may hold numbers that are not finite, as Python's own does: the norm of a gradient is one at times."""
+
+    def render(self, content: Any) -> bytes:
+        return json.dumps(content, separators=(",", ":")).encode()
+
+
 def _add_call(app: FastAPI, jobs: Jobs, settings: HttpSettings, name: str, call: Call) -> None:
     kind = call.arguments
 
@@ -160,7 +167,7 @@ def _add_call(app: FastAPI, jobs: Jobs, settings: HttpSettings, name: str, call:
         if "settings" in values:
             save_path = values["settings"]["save_path"]
             values["settings"]["save_path"] = folder_inside(settings.storage_root, save_path)
-        return JSONResponse(
+        return NumbersResponse(
             {
                 "value": await _carried_out(
                     job, request, settings, call.changes, values, name, lambda: _run(job, name, values)

@@ -1,0 +1,265 @@
+"""Workers without Ray, DeepSpeed or vLLM for the built-in backend: actors in this process that die or stand still when
+they are told to."""
+
+import asyncio
+import dataclasses
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+
+from integrations.arctic_rl.backends import builtin
+from integrations.arctic_rl.backends.builtin import BuiltinBackend
+from integrations.arctic_rl.placement import ClusterDescription, Node
+from integrations.arctic_rl.server.sampling_spec import SamplingSpec
+from integrations.arctic_rl.server.specs import OptimizerSpec, ServerConfig, TrainingSpec
+from integrations.arctic_rl.wire.body import decode, encode_answer
+from integrations.arctic_rl.zorro.cost import CostModel
+
+TRAINED = TrainingSpec(
+    role="policy",
+    model_path="a-model",
+    dtype="float32",
+    zero_stage=2,
+    optimizer=OptimizerSpec(1e-3, (0.9, 0.999), 0.0, 1.0, "constant", 0),
+    gradient_checkpointing=False,
+    gradient_checkpointing_use_reentrant=False,
+    seed=0,
+    device="cpu",
+    threads=1,
+    processor_modules=(),
+    loss_fn=None,
+)
+SAMPLING = SamplingSpec(
+    model_path="a-model",
+    dtype="float32",
+    tensor_parallel_size=1,
+    max_model_len=None,
+    max_num_seqs=8,
+    max_num_batched_tokens=64,
+    enable_prefix_caching=True,
+    enforce_eager=True,
+    device="cpu",
+    cpu_kv_cache_gib=0.1,
+    gpu_memory_utilization=0.8,
+    seed=0,
+)
+
+
+class ActorDiedError(Exception):
+    """As Ray's: what every call on a dead actor raises."""
+
+
+def expected_sample(prompt, seed, version):
+    """What every fake engine answers."""
+    return [sum(prompt) % 97, seed, version]
+
+
+class FakeEngine:
+    """The calls that the backend makes on a sampling worker."""
+
+    def __init__(self):
+        self.version, self.asleep, self.frozen, self.requests = 0, False, asyncio.Event(), 0
+        self.frozen.set()
+
+    async def setup(self): ...
+
+    async def ping(self): ...
+
+    async def process_ids(self):
+        return [id(self)]
+
+    async def generate(self, prompt, params, request_id, cache_salt=None):
+        assert not self.asleep
+        self.requests += 1
+        await asyncio.sleep(0.002)
+        await self.frozen.wait()
+        tokens = expected_sample(prompt, params["seed"], self.version)
+        return {"token_ids": tokens, "logprobs": None, "stop_reason": "stop", "weight_version": self.version}
+
+    async def sync_weights(self, path, version, keep_cache=False):
+        manifest = Path(path) / "manifest.json" if Path(path).is_dir() else Path(path)
+        assert json.loads(manifest.read_text()) == version
+        self.version = version
+        return version
+
+    async def weight_version(self):
+        return self.version
+
+    async def freeze(self):
+        self.frozen.clear()
+
+    async def thaw(self):
+        self.frozen.set()
+
+    async def sleep(self, level):
+        self.asleep = True
+
+    async def wake_up(self, tags):
+        self.asleep = False
+
+    async def reset_prefix_cache(self): ...
+
+    async def random_state(self):
+        return ["{}"]
+
+    async def set_random_state(self, state): ...
+
+    async def shutdown(self): ...
+
+
+class FakeRank:
+    """The calls that the backend makes on a training worker."""
+
+    def __init__(self, rank):
+        self.rank = rank
+
+    async def address(self):
+        return "here", 1
+
+    async def setup(self, address, port, steps): ...
+
+    async def ping(self): ...
+
+    async def process_ids(self):
+        return [id(self)]
+
+    async def sharing_cost(self):
+        return CostModel(1.0, 0.0, 0.0), False
+
+    async def run_rows(self, rows, meta, processing, **keywords):
+        _, batch = decode(rows, max_cells=1 << 20)
+        await asyncio.sleep(0.002)
+        if keywords["backward"]:
+            return {"avg_loss": 0.5, "metrics": {}, "micro_batches": 1}, None
+        outputs = {"logprobs": torch.zeros(len(batch["input_ids"]), batch["input_ids"].shape[1])}
+        return {"micro_batches": 1}, encode_answer({}, outputs, batch)
+
+    async def learning_rate(self):
+        return 1e-3
+
+    async def step(self):
+        await asyncio.sleep(0.002)
+        return {"lr": 1e-3, "grad_norm": 1.0, "skipped": False}
+
+    async def export_weights(self, directory, version, dtype):
+        folder = Path(directory) / f"v{version}"
+        if self.rank:
+            return None
+        folder.mkdir()
+        (folder / "manifest.json").write_text(json.dumps(version))
+        return str(folder / "manifest.json")
+
+    async def save_checkpoint(self, directory):
+        await asyncio.sleep(0.002)
+        Path(directory).mkdir(parents=True, exist_ok=True)
+        (Path(directory) / f"rank-{self.rank}").write_text("whole")
+
+
+class FakeActor:
+    """A Ray actor's handle: ``actor.method.remote(...)`` is a future that fails when the actor dies."""
+
+    def __init__(self, cluster, name, worker):
+        self._cluster, self._name, self._worker = cluster, name, worker
+        self.death = asyncio.get_running_loop().create_future()
+        self.stopped = False
+
+    def __getattr__(self, method):
+        call = SimpleNamespace(remote=lambda *args, **keywords: self._start(method, *args, **keywords))
+        call.options = lambda **options: call
+        return call
+
+    def die(self):
+        if not self.death.done():
+            self.death.set_exception(ActorDiedError(f"{self._name} was killed"))
+            self.death.exception()
+
+    def _start(self, method, *args, **keywords):
+        self._cluster.called(self._name, method, keywords)
+        return asyncio.ensure_future(self._call(method, *args, **keywords))
+
+    async def _call(self, method, *args, **keywords):
+        if method == "watch":
+            return await asyncio.shield(self.death)
+        work = asyncio.ensure_future(self._work(method, *args, **keywords))
+        await asyncio.wait({work, self.death}, return_when=asyncio.FIRST_COMPLETED)
+        if self.death.done():
+            work.cancel()
+        return await (asyncio.shield(self.death) if self.death.done() else work)
+
+    async def _work(self, method, *args, **keywords):
+        result = await getattr(self._worker, method)(*args, **keywords)
+        while self.stopped:
+            await asyncio.sleep(0.005)
+        return result
+
+
+class FakeCluster:
+    """Every actor that was started; one of them can be hurt at the first call that begins a phase."""
+
+    def __init__(self):
+        self.actors = {}
+        self.hurt_at = None
+        self.begun = 0
+
+    def hurt(self, name, begins, how):
+        """Kill, or stop, actor ``name`` right after the first call for which ``begins(method, keywords)``."""
+        self.hurt_at = name, begins, how
+
+    def called(self, name, method, keywords):
+        if self.hurt_at is not None and self.hurt_at[1](method, keywords):
+            victim, _, how = self.hurt_at
+            self.hurt_at = None
+            actor = self.actors[victim][-1]
+            if how == "stopped":
+                actor.stopped = True
+            else:
+                asyncio.get_running_loop().call_soon(actor.die)
+
+    def start(self, backend, worker, world_size):
+        name = f"{worker.job}-{worker.rank}"
+        made = FakeEngine() if worker.job == "sampling" else FakeRank(worker.rank)
+        actor = FakeActor(self, name, made)
+        self.actors.setdefault(name, []).append(actor)
+        return actor
+
+    def alive(self):
+        return [actor for actors in self.actors.values() for actor in actors if not actor.death.done()]
+
+    def kill_processes(self, process_ids):
+        for actor in self.alive():
+            if id(actor._worker) in process_ids:
+                actor._cluster.loop.call_soon_threadsafe(actor.die)
+
+
+def fake_backend(monkeypatch, tmp_path, *, engines=2, most=8, timeout_s=30.0):
+    """A built-in backend with two policy ranks, a critic, a reference model and engines, and its cluster."""
+    import ray
+
+    cluster = FakeCluster()
+    monkeypatch.setattr(BuiltinBackend, "_start_actor", lambda *arguments: cluster.start(*arguments))
+    monkeypatch.setattr(builtin, "describe_cluster", lambda: ClusterDescription((Node("here", 8, 0),)))
+    monkeypatch.setattr(builtin, "kill_processes", cluster.kill_processes)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "here"))
+    monkeypatch.setattr(ray, "wait", lambda refs, **options: (refs, []))
+    monkeypatch.setattr(ray, "kill", lambda actor: actor.die())
+    config = ServerConfig(
+        policy=TRAINED,
+        critic=dataclasses.replace(TRAINED, role="critic", value_head="value_head"),
+        reference=dataclasses.replace(TRAINED, role="ref"),
+        sampling=SAMPLING,
+        policy_ranks=2,
+        critic_ranks=1,
+        ref_ranks=1,
+        engines=engines,
+        max_cpu_workers=4 + engines,
+        sync_dtype="float32",
+        log_dir=str(tmp_path / "logs"),
+        run_id="fake",
+        startup_timeout_s=20.0,
+        shutdown_timeout_s=1.0,
+        max_engine_restarts=most,
+        worker_timeout_s=timeout_s,
+    )
+    return BuiltinBackend(config), cluster

@@ -1,0 +1,191 @@
+"""Whoever dies or stands still, whenever: an engine is replaced and everything it was asked is answered; anything else
+ends the run with its name. On the actors of ``fake_cluster``; ``benchmarks.faults`` has the same with real parts."""
+
+import asyncio
+import time
+
+import pytest
+
+from benchmarks.faults import PHASES, ends_the_run
+from integrations.arctic_rl.errors import ArcticError, WorkerDiedError
+from tests.arctic_rl.backends.fake_cluster import FakeEngine, expected_sample, fake_backend
+from tests.arctic_rl.processors.helpers import ragged_batch
+
+VICTIMS = ("policy-0", "policy-1", "critic-0", "ref-0", "sampling-0", "sampling-1")
+CASES = [(victim, "killed") for victim in VICTIMS] + [(victim, "stopped") for victim in ("policy-1", "sampling-0")]
+BEGINS = {
+    "initialize": lambda method, keywords: method == "setup",
+    "generate": lambda method, keywords: method == "generate",
+    "forward": lambda method, keywords: method == "run_rows" and not keywords["backward"],
+    "backward": lambda method, keywords: method == "run_rows" and keywords["backward"],
+    "step": lambda method, keywords: method == "step",
+    "sync": lambda method, keywords: method == "export_weights",
+    "save": lambda method, keywords: method == "save_checkpoint",
+}
+META = {"max_token_len_per_gpu": 64, "zorro_train_enable": False}
+LIMIT_S = 30.0
+"""The issue's: from a death to the end of the run."""
+
+
+def requests(count=12):
+    return [
+        {"prompt_token_ids": [index, 1], "params": {"seed": 100 + index, "max_tokens": 4}} for index in range(count)
+    ]
+
+
+def samples(count, version):
+    return [expected_sample([index, 1], 100 + index, version) for index in range(count)]
+
+
+async def one_step(backend, folder):
+    """Everything that a step of a run asks of a backend; returns the rollouts."""
+    batch = ragged_batch(6, 0)
+    rollouts = await backend.generate(requests())
+    for job in ("policy", "ref", "critic"):
+        await backend.fwd_no_grad(job, batch, META, {})
+    for job in ("policy", "critic"):
+        await backend.fwd_bwd(batch, META, {}, job=job)
+        await backend.step(job)
+    await backend.update_weights()
+    for job in ("policy", "critic"):
+        await backend.save_checkpoint(job, str(folder / job))
+    return [rollout["token_ids"] for rollout in rollouts]
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize(("victim", "how"), CASES)
+def test_every_worker_in_every_phase(tmp_path, monkeypatch, victim, phase, how):
+    async def run():
+        backend, cluster = fake_backend(monkeypatch, tmp_path, timeout_s=0.4 if how == "stopped" else 30.0)
+        cluster.loop = asyncio.get_running_loop()
+        hurt = None
+        try:
+            if phase == "initialize":
+                if how == "stopped":
+                    backend._config = backend._config.__class__(**{**vars(backend._config), "startup_timeout_s": 0.3})
+                cluster.hurt(victim, BEGINS[phase], how)
+            hurt = time.monotonic()
+            await backend.initialize(10, critic_training_steps=10)
+            assert await one_step(backend, tmp_path / "first") == samples(12, 0)
+            cluster.hurt(victim, BEGINS[phase], how)
+            hurt = time.monotonic()
+            assert await one_step(backend, tmp_path / "second") == samples(12, 1)
+            assert await one_step(backend, tmp_path / "third") == samples(12, 2)
+            counts = backend.take_fault_metrics()
+        except ArcticError as error:
+            await backend.shutdown()
+            return str(error), time.monotonic() - hurt, cluster, None
+        await backend.shutdown()
+        return None, time.monotonic() - hurt, cluster, counts
+
+    message, seconds, cluster, counts = asyncio.run(run())
+    assert cluster.alive() == [], "nothing is left"
+    assert seconds < LIMIT_S
+    first = {path.relative_to(tmp_path / "first").as_posix() for path in (tmp_path / "first").rglob("rank-*")}
+    assert first == (set() if phase == "initialize" else {"policy/rank-0", "policy/rank-1", "critic/rank-0"})
+    if ends_the_run(victim.rsplit("-", 1)[0], phase):
+        assert message is not None
+        assert victim in message or how == "stopped", message
+        assert "died" in message or "were not up" in message
+        return
+    assert message is None
+    engines = cluster.actors[victim]
+    assert counts["generate/engine_restarts"] == 1 and len(engines) == 2
+    assert engines[1]._worker.version == 3
+    again = counts.get("generate/requests_run_again", 0)
+    assert again == (engines[0]._worker.requests - 6 if phase == "generate" else 0)
+    other = cluster.actors["sampling-0" if victim == "sampling-1" else "sampling-1"]
+    assert len(other) == 1
+
+
+def test_deaths_without_end_stop_the_run(tmp_path, monkeypatch):
+    class CrashingEngine(FakeEngine):
+        async def generate(self, prompt, *arguments):
+            cluster.actors["sampling-0"][-1].die()
+
+    async def run():
+        await backend.initialize(10)
+        await backend.generate(requests(3))
+
+    backend, cluster = fake_backend(monkeypatch, tmp_path, engines=1, most=2)
+    monkeypatch.setattr("tests.arctic_rl.backends.fake_cluster.FakeEngine", CrashingEngine)
+    with pytest.raises(WorkerDiedError, match=r"sampling-0 died \(sampling-0 was killed\).*max_engine_restarts=2"):
+        asyncio.run(run())
+    assert len(cluster.actors["sampling-0"]) == 3
+
+
+def test_an_engine_that_dies_unasked_is_up_before_it_is_asked(tmp_path, monkeypatch):
+    async def run():
+        await backend.initialize(10)
+        await backend.update_weights()
+        cluster.actors["sampling-1"][0].die()
+        await asyncio.sleep(0.1)
+        assert cluster.actors["sampling-1"][1]._worker.version == 1
+        await backend.sleep_sampling(1)
+        cluster.actors["sampling-0"][0].die()
+        await asyncio.sleep(0.1)
+        assert len(cluster.actors["sampling-0"]) == 1, "memory that it gave away is not asked for"
+        await backend.wake_sampling(None)
+        assert len(cluster.actors["sampling-0"]) == 2
+        answers = await backend.generate(requests(4))
+        await backend.shutdown()
+        return [answer["token_ids"] for answer in answers]
+
+    backend, cluster = fake_backend(monkeypatch, tmp_path)
+    assert asyncio.run(run()) == samples(4, 1)
+
+
+def test_requests_that_are_kept_over_a_sync_go_on_on_the_next_engine(tmp_path, monkeypatch):
+    """In fully asynchronous training: a frozen engine dies, its successor is frozen until the sync is over."""
+
+    async def run():
+        await backend.initialize(10)
+        under_way = asyncio.ensure_future(backend.generate(requests(4)))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        cluster.hurt("sampling-0", BEGINS["sync"], "killed")
+        await backend.update_weights(in_flight="keep")
+        answers = await under_way
+        await backend.shutdown()
+        return [answer["token_ids"] for answer in answers]
+
+    backend, cluster = fake_backend(monkeypatch, tmp_path)
+    answered = asyncio.run(run())
+    assert [tokens[:2] for tokens in answered] == [tokens[:2] for tokens in samples(4, 0)]
+    assert {tokens[2] for tokens in answered} <= {0, 1}
+    assert len(cluster.actors["sampling-0"]) == 2
+
+
+def test_a_call_may_take_longer_than_the_time_out(tmp_path, monkeypatch):
+    """Signs of life come beside a call, however long it takes."""
+
+    async def slow(self):
+        await asyncio.sleep(0.5)
+        return {"lr": 1e-3, "grad_norm": 1.0}
+
+    async def run():
+        await backend.initialize(10)
+        assert (await backend.step())["grad_norm"] == 1.0
+        await backend.shutdown()
+
+    monkeypatch.setattr("tests.arctic_rl.backends.fake_cluster.FakeRank.step", slow)
+    backend, _ = fake_backend(monkeypatch, tmp_path, timeout_s=0.1)
+    asyncio.run(run())
+
+
+def test_ten_thousand_requests_at_once(tmp_path, monkeypatch):
+    """None is lost, each has its own answer, and what is kept of them is gone when they are answered."""
+
+    async def run():
+        await backend.initialize(10)
+        cluster.hurt("sampling-1", lambda method, keywords: method == "generate", "killed")
+        groups = [requests(100) for _ in range(100)]
+        answers = await asyncio.gather(*(backend.generate(group) for group in groups))
+        outstanding = backend._choice.load
+        await backend.shutdown()
+        return [[answer["token_ids"] for answer in group] for group in answers], outstanding
+
+    backend, cluster = fake_backend(monkeypatch, tmp_path)
+    answers, outstanding = asyncio.run(run())
+    assert answers == [samples(100, 0)] * 100
+    assert outstanding == {"sampling-0": 0, "sampling-1": 0}
