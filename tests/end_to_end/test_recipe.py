@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from recipes import left_over, read_lines, run_processes, settings, start, wait_for_steps, worker, write_inputs
 
+from integrations.arctic_rl.checkpoint import verify
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 STOP_LIMIT_S = 3 * 30.0
@@ -119,26 +121,19 @@ def test_adapters_under_a_loss_of_the_users_own(tmp_path):
     assert {"model.safetensors", "lora_adapter", "tokenizer.json"} <= {path.name for path in exported.iterdir()}
 
 
-@pytest.mark.parametrize(
-    ("actor", "name", "changes"),
-    [
-        (
-            "TrainingWorker",
-            "policy-",
-            {"trainer.placement.policy_num_gpus_per_node": 2, "trainer.arctic_rl.zero_stage": 3},
-        ),
-        ("SamplingWorker", "sampling-0", {"trainer.arctic_rl.zero_stage": 0}),
-    ],
-    ids=["training rank of two, ZeRO-3", "sampling engine, ZeRO-0"],
-)
-def test_a_killed_worker_ends_the_run_with_its_name_and_nothing_left(tmp_path, actor, name, changes):
+def test_a_killed_rank_ends_the_run_with_its_name_and_nothing_left(tmp_path):
     write_inputs(tmp_path)
-    changes = {"trainer.epochs": 500, "trainer.placement.colocate_all": False, **changes}
+    changes = {
+        "trainer.epochs": 500,
+        "trainer.placement.colocate_all": False,
+        "trainer.placement.policy_num_gpus_per_node": 2,
+        "trainer.arctic_rl.zero_stage": 3,
+    }
     process = start(tmp_path, settings(tmp_path, changes))
     try:
         wait_for_steps(tmp_path, process, 2)
         processes = run_processes(process)
-        worker(processes, actor).kill()
+        worker(processes, "TrainingWorker").kill()
         killed = time.monotonic()
         output = finish(process, tmp_path, STOP_LIMIT_S)
         print(f"ended {time.monotonic() - killed:.1f} s after the kill")
@@ -147,9 +142,31 @@ def test_a_killed_worker_ends_the_run_with_its_name_and_nothing_left(tmp_path, a
     assert process.returncode not in (0, None)
     for line in read_lines(tmp_path / "logs" / "metrics.jsonl"):
         assert line["policy/rollout_train_logprobs_abs_diff_mean"] < 1e-5
-    assert f"worker {name}" in output and "died" in output
+    assert "worker policy-" in output and "died" in output
     assert "last log lines" in output
     assert left_over(processes) == []
+
+
+def test_a_killed_engine_is_replaced_and_a_killed_driver_leaves_nothing_behind(tmp_path):
+    write_inputs(tmp_path)
+    changes = {"trainer.epochs": 500, "trainer.arctic_rl.zero_stage": 0, "trainer.ckpt_interval": 1}
+    process = start(tmp_path, settings(tmp_path, changes))
+    try:
+        wait_for_steps(tmp_path, process, 2)
+        worker(run_processes(process), "SamplingWorker").kill()
+        wait_for_steps(tmp_path, process, len(read_lines(tmp_path / "logs" / "metrics.jsonl")) + 3)
+        processes = run_processes(process)
+    finally:
+        process.kill()
+    output = (tmp_path / "output.log").read_text()
+    assert "worker sampling-0 died" in output and "worker sampling-0 is up again" in output
+    lines = [line for line in read_lines(tmp_path / "logs" / "metrics.jsonl") if "policy/final_loss" in line]
+    assert sum(line.get("generate/engine_restarts", 0) for line in lines) == 1
+    for line in lines:
+        assert line["policy/rollout_train_logprobs_abs_diff_mean"] < 1e-5, "the next engine has the current weights"
+    assert left_over(processes, STOP_LIMIT_S) == []
+    latest = int((tmp_path / "checkpoints" / "latest_ckpt_global_step.txt").read_text())
+    verify(tmp_path / "checkpoints" / f"global_step_{latest}")
 
 
 def test_ctrl_c_stops_everything(tmp_path):
