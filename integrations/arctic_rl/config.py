@@ -30,9 +30,9 @@ class ArcticRLConfig:
     """How the backend is reached: ray = workers of this run on the Ray cluster; http = a server that is up already."""
     server_url: str | None = None
     """URL of that server (``python -m integrations.arctic_rl.server`` prints it); with comm_protocol=http only."""
-    zero_stage: Literal[0, 2, 3] = 2
-    """DeepSpeed ZeRO stage of the policy and the critic: 0 replicates everything, 2 shards optimizer and gradients, 3
-    weights too."""
+    zero_stage: Literal[0, 1, 2, 3] = 2
+    """DeepSpeed ZeRO stage of the policy and the critic: 0 replicates everything, 1 shards the optimizer, 2 gradients
+    too, 3 weights too."""
     deepspeed: dict[str, Any] = field(default_factory=dict)
     """More of DeepSpeed's own config for the policy and the critic: offloading, bucket sizes, communication_data_type,
     its logs. A key that another setting rules must agree with it, one that would be lost is refused."""

@@ -63,7 +63,7 @@ def engine_pieces(engine: Any, optimizer: torch.optim.Optimizer, zero_stage: int
     Args:
         engine: a DeepSpeed engine.
         optimizer: the AdamW that it steps.
-        zero_stage: 0, 2 or 3.
+        zero_stage: 0 to 3.
         allocate: make moments that are not there yet, all zero.
     """
     if allocate:
@@ -71,7 +71,7 @@ def engine_pieces(engine: Any, optimizer: torch.optim.Optimizer, zero_stage: int
             _allocate(optimizer, master)
     if zero_stage == 0:
         return _replicated_pieces(engine, optimizer)
-    return list(_flat_pieces(engine, optimizer) if zero_stage == 2 else _partitioned_pieces(engine, optimizer))
+    return list(_flat_pieces(engine, optimizer) if zero_stage in (1, 2) else _partitioned_pieces(engine, optimizer))
 
 
 def _trained(engine: Any) -> list[tuple[str, torch.nn.Parameter]]:
@@ -160,7 +160,7 @@ def refresh_model(engine: Any, optimizer: torch.optim.Optimizer, zero_stage: int
     import torch
     from deepspeed.utils import safe_get_local_fp32_param
 
-    if zero_stage == 2:
+    if zero_stage in (1, 2):
         engine.optimizer.update_lp_params()
         return
     with torch.no_grad():

@@ -33,12 +33,12 @@ PASSED: dict[str, Any] = {
 
 ZERO_PASSED: dict[str, tuple[Any, tuple[int, ...]]] = {
     "overlap_comm": (Bool, (2, 3)),
-    "contiguous_gradients": (Bool, (2, 3)),
-    "reduce_scatter": (Bool, (2, 3)),
-    "reduce_bucket_size": (Count, (2, 3)),
-    "use_multi_rank_bucket_allreduce": (Bool, (2,)),
-    "allgather_bucket_size": (Count, (2,)),
-    "offload_optimizer": (_OFFLOAD, (2, 3)),
+    "contiguous_gradients": (Bool, (1, 2, 3)),
+    "reduce_scatter": (Bool, (1, 2, 3)),
+    "reduce_bucket_size": (Count, (1, 2, 3)),
+    "use_multi_rank_bucket_allreduce": (Bool, (1, 2)),
+    "allgather_bucket_size": (Count, (1, 2)),
+    "offload_optimizer": (_OFFLOAD, (1, 2, 3)),
     "offload_param": (_OFFLOAD, (3,)),
     "sub_group_size": (Count, (3,)),
     "stage3_prefetch_bucket_size": (Count, (3,)),
@@ -223,7 +223,7 @@ def _problems(spec: TrainingSpec) -> Iterator[str]:
         elif name in PASSED:
             yield from _type_problem(f"{SETTING}.{name}", value, PASSED[name])
             if name == "communication_data_type" and spec.zero_stage == 0:
-                yield _line(name, value, "it is for ZeRO stages 2 and 3; write trainer.arctic_rl.zero_stage too")
+                yield _line(name, value, "it is for ZeRO stages 1, 2 and 3; write trainer.arctic_rl.zero_stage too")
         elif name not in _REFUSED:
             yield f"{SETTING}.{name}={value} is not a key of DeepSpeed's: {nearest(name, _top_level())}"
         elif name not in computed or not _same(value, computed[name]):

@@ -35,7 +35,7 @@ def export_model(
 
     Args:
         engine: a DeepSpeed engine around a ``transformers`` model.
-        zero_stage: 0, 2 or 3.
+        zero_stage: 0 to 3.
         model_path: folder or hub name that the model was loaded from; its config is written, with the new dtype.
         directory: the folder.
         rank: this rank.

@@ -134,6 +134,19 @@ def test_it_survives_json():
 
 
 VARIANTS = {
+    1: {
+        "plain": {},
+        "buckets": {
+            "zero_optimization": {
+                "contiguous_gradients": False,
+                "reduce_scatter": False,
+                "reduce_bucket_size": 1000,
+                "use_multi_rank_bucket_allreduce": False,
+                "allgather_bucket_size": 2000,
+            },
+        },
+        "offload": {"zero_optimization": {"offload_optimizer": {"device": "cpu", "pin_memory": False}}},
+    },
     2: {
         "plain": {},
         "buckets": {
