@@ -73,6 +73,12 @@ class ArcticRLConfig:
     zorro_self_check: bool = True
     """Before prompts are first shared, compare log-probs of a small group with those of whole rows. Where they differ,
     use_zorro=None shares no prompts if it is seen when the model is loaded; else the run ends."""
+    attention: str | None = None
+    """Attention of models that share no prompts (with use_zorro=false), by its name in transformers: sdpa or eager
+    anywhere, flash_attention_2 or flash_attention_3 on GPUs, arctic_varlen on CPUs; None = flash_attention_2 on GPUs,
+    arctic_varlen on CPUs."""
+    use_liger: bool = False
+    """Liger's kernels in place of norms, MLPs and rotary embeddings; on GPUs only, and never its fused losses."""
     lr_warmup_ratio: float | None = None
     """Warm-up of the policy's schedule as a share of all its optimizer steps, rounded to whole steps; None =
     trainer.policy.optimizer_config.num_warmup_steps."""

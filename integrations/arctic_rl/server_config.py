@@ -121,6 +121,8 @@ def _training_spec(cfg: Any, role: str, threads: int, device: Literal["cpu", "cu
         fresh_value_head=is_critic and path == trainer.policy.model.path,
         lora=_lora_spec(cfg, role) if role != "ref" and vars(trainer)[role].model.lora.rank > 0 else None,
         deepspeed={} if role == "ref" else copy.deepcopy(dict(trainer.arctic_rl.deepspeed)),
+        attention=trainer.arctic_rl.attention,
+        use_liger=trainer.arctic_rl.use_liger,
     )
 
 

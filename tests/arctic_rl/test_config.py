@@ -14,9 +14,9 @@ def test_defaults_are_valid_and_need_no_argument():
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
-        ("zero_stage", 1, "one of 0, 2, 3"),
-        ("zero_stage", "2", "one of 0, 2, 3"),
-        ("zero_stage", True, "one of 0, 2, 3"),
+        ("zero_stage", 4, "one of 0, 1, 2, 3"),
+        ("zero_stage", "2", "one of 0, 1, 2, 3"),
+        ("zero_stage", True, "one of 0, 1, 2, 3"),
         ("max_cpu_workers", 1, "between 2 and 64"),
         ("max_cpu_workers", 3.5, "a whole number"),
         ("cpu_threads", 0, "between 1 and 1024"),

@@ -443,6 +443,7 @@ ODD = {
     "trainer.policy.optimizer_config.num_warmup_steps": (13, lambda c: c.policy.optimizer.num_warmup_steps),
     "trainer.policy.optimizer_config.scheduler": ("cosine", lambda c: c.policy.optimizer.scheduler),
     "trainer.arctic_rl.zero_stage": (3, lambda c: c.policy.zero_stage),
+    "trainer.arctic_rl.use_zorro": (False, lambda c: c.policy.use_zorro),
     "trainer.seed": (991, lambda c: c.policy.seed),
     "trainer.gradient_checkpointing": (False, lambda c: c.policy.gradient_checkpointing),
     "trainer.placement.policy_num_gpus_per_node": (2, lambda c: c.policy_ranks),
@@ -463,6 +464,15 @@ class TestServerConfig:
         odd = server_config(parse(f"{setting}={json.dumps(value)}"), run_id="x", env_vars={})
         assert read(odd) == value
         assert read(plain) != value
+
+    def test_kernels_that_cpus_do_not_have_are_refused_with_the_rest(self):
+        refused = inspect_config(
+            parse("trainer.arctic_rl.use_liger=true", "trainer.arctic_rl.attention=flash_attention_2")
+        ).refused
+        assert [line.split(":")[0] for line in refused] == [
+            "trainer.arctic_rl.use_liger=true",
+            "trainer.arctic_rl.attention=flash_attention_2",
+        ]
 
     def test_the_deepspeed_block_is_for_what_is_trained_and_checked_with_the_rest(self):
         block = "trainer.arctic_rl.deepspeed"

@@ -63,6 +63,9 @@ _CHECKPOINT = "DeepSpeed's checkpoints are not used; write trainer.ckpt_path and
 _SCHEDULE = "the recipe's schedule is used; write {section}.scheduler"
 _CHECKPOINTING = "the model's own checkpointing is used; write trainer.gradient_checkpointing"
 _PARALLEL = "every rank is data-parallel here; leave it out"
+_REPLICATED_BF16 = (
+    "ZeRO stage 0 accumulates gradients in the dtype of trainer.bf16; write trainer.arctic_rl.zero_stage=1 to 3"
+)
 _COMPRESSED = "what is trained is the model as it is; leave it out"
 _UNREAD = "nothing here reads it; leave it out"
 
@@ -123,6 +126,9 @@ _REFUSED: dict[str, str] = {
     ),
 }
 
+_READ_BY_INITIALIZE = dict.fromkeys(("sequence_parallel_size", "data_parallel_size"), _PARALLEL)
+"""Keys that ``deepspeed.initialize`` reads past its config class."""
+
 _LOSSY = "it changes or quantises what is communicated; leave it out"
 _ZERO_REFUSED: dict[str, str] = {
     "stage": "it is computed; write trainer.arctic_rl.zero_stage",
@@ -179,11 +185,15 @@ def check_deepspeed(spec: TrainingSpec) -> None:
 
 
 def built_settings(engine: Any) -> dict[str, Any]:
-    """What a built engine's own config says of the keys that are handed on, in JSON types, by DeepSpeed's names."""
+    """What a built engine says of the keys that are handed on or computed, in JSON types, by DeepSpeed's names."""
     config = engine._config
     zero = config.zero_config.model_dump(mode="json", by_alias=True)
-    values = {name: vars(config)[name] for name in PASSED}
+    model_dtype, grad_accum_dtype = engine.get_data_types()
+    values = {name: vars(config)[name] for name in (*PASSED, "gradient_clipping", "gradient_accumulation_steps")}
     values["communication_data_type"] = str(engine.communication_data_type)
+    values |= {"bf16": str(model_dtype) == "torch.bfloat16", "torch_autocast": engine.torch_autocast_enabled()}
+    values["data_types"] = {"grad_accum_dtype": str(grad_accum_dtype)}
+    values["sequence_parallel_size"] = engine.sequence_parallel_size
     return values | {"zero_optimization": {name: zero[name] for name in ("stage", *ZERO_PASSED)}}
 
 
@@ -224,8 +234,12 @@ def _problems(spec: TrainingSpec) -> Iterator[str]:
             yield from _type_problem(f"{SETTING}.{name}", value, PASSED[name])
             if name == "communication_data_type" and spec.zero_stage == 0:
                 yield _line(name, value, "it is for ZeRO stages 1, 2 and 3; write trainer.arctic_rl.zero_stage too")
+        elif name in _READ_BY_INITIALIZE:
+            yield _line(name, value, _READ_BY_INITIALIZE[name])
         elif name not in _REFUSED:
             yield f"{SETTING}.{name}={value} is not a key of DeepSpeed's: {nearest(name, _top_level())}"
+        elif name == "data_types" and spec.zero_stage == 0 and spec.dtype == "bfloat16":
+            yield _line(name, value, _REPLICATED_BF16)
         elif name not in computed or not _same(value, computed[name]):
             yield _line(name, value, _REFUSED[name].format(section=section))
 
@@ -284,4 +298,4 @@ def _line(name: str, value: Any, why: str) -> str:
 
 
 def _top_level() -> set[str]:
-    return {"zero_optimization", *PASSED, *_REFUSED}
+    return {"zero_optimization", *PASSED, *_REFUSED, *_READ_BY_INITIALIZE}

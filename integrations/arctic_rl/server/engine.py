@@ -12,6 +12,8 @@ import torch
 
 from ..errors import ArcticError, PackingError, UnsupportedError
 from .deepspeed_config import deepspeed_config
+from .kernel_settings import check_attention_package
+from .liger import apply_liger
 from .lora import Weight, adapter_parameters, add_adapters, model_weights, stand_alone
 from .model_config import load_model_config
 from .specs import OptimizerSpec, TrainingSpec
@@ -42,7 +44,9 @@ def load_model(spec: TrainingSpec) -> PreTrainedModel:
     from ..processors.isolation import check_packing
     from ..zorro.attention import register_shared_attention
 
-    packed = attention_implementation(spec.device)
+    packed = attention_implementation(spec.device) if spec.attention is None else spec.attention
+    if spec.use_zorro is False:
+        check_attention_package(packed)
     model = None
     try:
         model = _pretrained(spec, packed if spec.use_zorro is False else register_shared_attention())
@@ -52,6 +56,7 @@ def load_model(spec: TrainingSpec) -> PreTrainedModel:
         if spec.use_zorro is not None:
             raise
         logger.warning("prompts are not shared between rollouts: %s", error)
+        check_attention_package(packed)
         if model is None:
             model = _pretrained(spec, packed)
         model.set_attn_implementation(packed)
@@ -70,6 +75,8 @@ def load_model(spec: TrainingSpec) -> PreTrainedModel:
             f"trainer.{spec.role}.model.path={spec.model_path}: attention_dropout={dropout} in its config.json is not "
             "done on CPUs; write 0.0 there"
         )
+    if spec.use_liger:
+        apply_liger(model)
     if spec.gradient_checkpointing and spec.role != "ref":
         model.gradient_checkpointing_enable(
             gradient_checkpointing_kwargs={"use_reentrant": spec.gradient_checkpointing_use_reentrant}

@@ -100,11 +100,17 @@ class TrainingSpec:
     """Adapters that are trained; None = all weights are."""
     deepspeed: dict[str, Any] = field(default_factory=dict)
     """More of DeepSpeed's config, below what the other settings say; empty for a reference model."""
+    attention: str | None = None
+    """Attention by its name in ``transformers``, of a model that shares no prompts; None = the device's usual one."""
+    use_liger: bool = False
+    """Liger's kernels in place of norms, MLPs and rotary embeddings."""
 
     def __post_init__(self) -> None:
         from .deepspeed_config import check_deepspeed
+        from .kernel_settings import check_kernels
 
         check_deepspeed(self)
+        check_kernels(self)
 
 
 @dataclass(frozen=True)

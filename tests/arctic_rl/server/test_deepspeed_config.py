@@ -109,6 +109,19 @@ def test_what_is_computed_may_be_repeated():
     assert "trainer.bf16" in refused(block)
 
 
+def test_parallelism_over_the_sequence_is_refused():
+    assert "every rank is data-parallel here" in refused({"sequence_parallel_size": 2})
+    assert "every rank is data-parallel here" in refused({"data_parallel_size": 2})
+
+
+def test_float32_accumulation_needs_a_stage_that_has_it():
+    block = {"data_types": {"grad_accum_dtype": "fp32"}}
+    for stage in (1, 2, 3):
+        spec(block, stage=stage, dtype="bfloat16")
+    assert "zero_stage=1" in refused(block, stage=0, dtype="bfloat16")
+    assert "leave it out" in refused({"data_types": {"grad_accum_dtype": "bf16"}}, dtype="bfloat16")
+
+
 def test_stage_0_has_nothing_to_shard():
     for key in ZERO_PASSED:
         assert "zero_stage=" in refused({"zero_optimization": {key: True}}, stage=0)
@@ -196,6 +209,8 @@ VARIANTS = {
 }
 IDS = torch.randint(1, 100, (2, 3, 4, 9), generator=torch.Generator().manual_seed(5))
 """[ranks, updates, rows, tokens]; two rows a micro-batch."""
+MANY = torch.randint(1, 100, (2, 32, 9), generator=torch.Generator().manual_seed(6))
+"""[ranks, rows, tokens]; one row a micro-batch."""
 
 
 def loss_of(model, rows):
@@ -238,6 +253,13 @@ def _rank(rank, folder, port):
         for dtype in ("float32", "bfloat16"):
             engine, _ = initialize_engine(tiny_model(), spec(block, stage=stage, dtype=dtype))
             results[stage, dtype] = built_settings(engine)["communication_data_type"]
+    for stage in (0, *VARIANTS):
+        engine, _ = initialize_engine(tiny_model(attention="eager"), spec({}, stage=stage, dtype="bfloat16"))
+        for rows in MANY[rank].split(1):
+            engine.backward(loss_of(engine, rows), scale_wrt_gas=False)
+        engine.step()
+        weights = {key: value.float() for key, value in full_parameters(engine, stage)}
+        results[stage, "many"] = built_settings(engine), weights, float(engine.get_global_grad_norm())
     torch.save(results, f"{folder}/rank{rank}.pt")
     deepspeed.comm.destroy_process_group()
 
@@ -298,6 +320,48 @@ def test_it_reaches_the_engine_and_the_updates_stay_right(engines, plain_updates
 @pytest.mark.parametrize("stage", VARIANTS)
 def test_the_dtype_of_communication_reaches_the_engine_in_either_dtype_of_training(engines, stage):
     assert [engines[0][stage, dtype] for dtype in ("float32", "bfloat16")] == ["torch.bfloat16"] * 2
+
+
+@pytest.fixture(scope="module")
+def many_micro_batches():
+    """Norm of the gradient of ``MANY`` from bfloat16 gradients that are added up in a dtype, and the weights then."""
+    found = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        model = tiny_model(attention="eager")
+        for parameter in model.parameters():
+            parameter.data = parameter.data.bfloat16()
+        total = {name: torch.zeros_like(value, dtype=dtype) for name, value in model.named_parameters()}
+        for rows in MANY.flatten(0, 1):
+            model.zero_grad()
+            loss_of(model, rows[None]).backward()
+            for name, value in model.named_parameters():
+                total[name] += value.grad.to(dtype)
+        for name, value in model.named_parameters():
+            value.data, value.grad = value.data.float(), None
+            value.grad = total[name].float() / 2
+        norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+        torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.99), weight_decay=0.1).step()
+        found[dtype] = norm, dict(model.named_parameters())
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", (0, *VARIANTS))
+def test_bfloat16_gradients_are_added_up_in_float32_where_the_built_engine_says_so(engines, many_micro_batches, stage):
+    right, weights = many_micro_batches[torch.float32]
+    start = {key: value.detach().bfloat16().float() for key, value in tiny_model().named_parameters()}
+    assert abs(many_micro_batches[torch.bfloat16][0] / right - 1) > 1e-4
+    for rank in engines:
+        settings, updated, norm = rank[stage, "many"]
+        assert settings["data_types"] == {"grad_accum_dtype": f"torch.{'float32' if stage else 'bfloat16'}"}
+        assert (settings["bf16"], settings["torch_autocast"]) == (True, False)
+        assert (settings["gradient_clipping"], settings["gradient_accumulation_steps"]) == (0.5, 1)
+        assert settings["sequence_parallel_size"] == 1
+        assert norm == pytest.approx(right, rel=1e-5 if stage else 1e-2)
+        assert stage or norm != pytest.approx(right, rel=1e-4)
+        wrong = sum(float((updated[key] - value.detach()).norm()) ** 2 for key, value in weights.items())
+        moved = sum(float((value.detach() - start[key]).norm()) ** 2 for key, value in weights.items())
+        assert wrong < 0.1**2 * moved
 
 
 @pytest.mark.slow

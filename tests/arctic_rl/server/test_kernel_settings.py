@@ -1,0 +1,90 @@
+"""Attention by name and Liger's kernels: what reaches the model, and what is refused by name before a run."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from integrations.arctic_rl.errors import ConfigError, UnsupportedError
+from integrations.arctic_rl.processors.attention import attention_implementation
+from integrations.arctic_rl.processors.pipeline import run_pipeline
+from integrations.arctic_rl.server import kernel_settings, liger
+from integrations.arctic_rl.server.engine import InferenceEngine, load_model
+from integrations.arctic_rl.server.kernel_settings import ATTENTIONS, check_attention_package
+from integrations.arctic_rl.server.specs import OptimizerSpec, TrainingSpec
+from tests.arctic_rl.processors.helpers import tiny_model
+
+OPTIMIZER = OptimizerSpec(1e-3, (0.9, 0.99), 0.0, 1.0, "constant", 0)
+
+
+def spec(**changes):
+    values = {"role": "policy", "model_path": "tiny", "dtype": "float32", "zero_stage": 0, "optimizer": OPTIMIZER}
+    values |= {"gradient_checkpointing": False, "gradient_checkpointing_use_reentrant": False, "seed": 1}
+    values |= {"device": "cpu", "threads": 1, "processor_modules": (), "loss_fn": None, "use_zorro": False}
+    return TrainingSpec(**(values | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"use_liger": True}, "trainer.arctic_rl.use_liger=true: Liger's kernels run on GPUs, .* write false"),
+        ({"attention": "flash_attention_2"}, "attention=flash_attention_2: on CPUs .* arctic_varlen, sdpa, eager"),
+        ({"attention": "flex"}, "attention=flex: on CPUs"),
+        ({"attention": "arctic_varlen", "device": "cuda"}, "on GPUs .* flash_attention_2, .*sdpa"),
+        ({"attention": "sdpa", "use_zorro": None}, "trainer.arctic_rl.use_zorro=false too"),
+        ({"attention": "sdpa", "use_zorro": True, "device": "cuda"}, "trainer.arctic_rl.use_zorro=false too"),
+    ],
+)
+def test_what_a_device_does_not_have_is_refused_before_a_run(changes, words):
+    with pytest.raises(ConfigError, match=words):
+        spec(**changes)
+
+
+def test_what_a_device_has_is_accepted():
+    for device, names in ATTENTIONS.items():
+        for name in names:
+            assert spec(attention=name, device=device).attention == name
+        assert attention_implementation(device) == names[0]
+    assert spec(use_liger=True, device="cuda").use_liger
+
+
+def test_a_missing_package_is_named(monkeypatch):
+    monkeypatch.setattr(kernel_settings, "find_spec", lambda name: None)
+    for name in ("flash_attention_2", "flash_attention_3"):
+        with pytest.raises(UnsupportedError, match=f"attention={name}: there is no module flash_attn"):
+            check_attention_package(name)
+    check_attention_package("sdpa")
+    monkeypatch.setattr(liger, "find_spec", lambda name: None)
+    with pytest.raises(UnsupportedError, match=r"use_liger=true: there is no module liger_kernel; run uv sync"):
+        liger.apply_liger(tiny_model())
+
+
+def test_each_attention_on_cpus_reaches_the_model_and_gives_the_same_log_probs(tmp_path):
+    tiny_model("qwen3").save_pretrained(tmp_path)
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(1, 100, (4, 12), generator=generator)
+    mask = torch.arange(12) < torch.tensor([12, 5, 9, 3])[:, None]
+    batch = {"input_ids": ids, "attention_mask": mask.long(), "prompts": ids[:, :4], "responses": ids[:, 4:]}
+    batch["position_ids"] = (mask.long().cumsum(1) - 1).clamp(min=0)
+    meta = {"pad_token_id": 0, "temperature": 0.7, "rollout_n": 1, "max_prompt_len": 4, "max_response_len": 8}
+    found = {}
+    for name in ATTENTIONS["cpu"]:
+        model = load_model(dataclasses.replace(spec(model_path=str(tmp_path)), attention=name))
+        assert model.config._attn_implementation == name
+        result = run_pipeline(
+            InferenceEngine(model, "float32"),
+            (),
+            batch,
+            meta,
+            {"post": ["compute_logprobs"], "loss_fn": None, "config": {}},
+            "cpu",
+            backward=False,
+            pack=True,
+            max_tokens_per_mb=40,
+            return_tensors=True,
+        )
+        found[name] = result["batch"]["logprobs"]
+    right = found.pop("eager")
+    assert right.abs().sum() > 1
+    for name, values in found.items():
+        assert torch.allclose(values, right, atol=2e-5), name
