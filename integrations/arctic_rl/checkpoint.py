@@ -80,22 +80,40 @@ def _replace(new: Path, target: Path) -> None:
         return
     replaced = target.parent / f"{_REPLACED}{target.name}-{uuid.uuid4().hex[:8]}"
     target.rename(replaced)
-    new.rename(target)
+    try:
+        new.rename(target)
+    except OSError:
+        replaced.rename(target)
+        raise
     _remove(replaced)
 
 
 def sweep(folder: Path) -> None:
-    """Remove what killed processes left in ``folder``, and bring back what one of them was about to replace."""
+    """Remove what killed processes left in ``folder``, and bring back what one of them was about to replace.
+
+    Raises:
+        CheckpointError: the system refused that, with its reason.
+    """
     if not folder.is_dir():
         return
-    for replaced in folder.glob(f"{_REPLACED}*"):
-        target = folder / replaced.name.removeprefix(_REPLACED).rpartition("-")[0]
-        if target.exists():
-            _remove(replaced)
-        else:
-            replaced.rename(target)
-    for aside in folder.glob(f"{_ASIDE}*"):
-        _remove(aside)
+    try:
+        for replaced in folder.glob(f"{_REPLACED}*"):
+            target = folder / replaced.name.removeprefix(_REPLACED).rpartition("-")[0]
+            if target.exists():
+                _remove(replaced)
+            else:
+                replaced.rename(target)
+        for aside in folder.glob(f"{_ASIDE}*"):
+            _remove(aside)
+    except OSError as error:
+        raise CheckpointError(f"what a killed run left in {folder} could not be cleared away: {error}") from error
+
+
+def as_swept(folder: Path) -> Path:
+    """Where a checkpoint's folder is before ``sweep`` brings it back, without touching anything."""
+    if folder.is_dir():
+        return folder
+    return next(folder.parent.glob(f"{_REPLACED}{folder.name}-*"), folder)
 
 
 def _remove(path: Path) -> None:
@@ -219,8 +237,12 @@ def set_latest(root: Path, step: int) -> None:
         aside.rename(root / LATEST_NAME)
         sync_file(root)
     except OSError as error:
-        aside.unlink(missing_ok=True)
-        raise CheckpointError(f"{root / LATEST_NAME} could not be written: {error}") from error
+        with contextlib.suppress(OSError):
+            aside.unlink(missing_ok=True)
+        raise CheckpointError(
+            f"{root / LATEST_NAME} could not be written: {error}. All checkpoints are whole, and it is as it was: "
+            "make room there, or give the run another trainer.ckpt_path"
+        ) from error
 
 
 def latest(root: Path) -> Path | None:
@@ -239,7 +261,7 @@ def latest(root: Path) -> Path | None:
     if not text.isdecimal():
         raise CheckpointError(f"{marker} holds {text!r}, not a step: write the step to go on from, or remove the file")
     folder = root / f"{STEP_PREFIX}{int(text)}"
-    if not folder.is_dir():
+    if not as_swept(folder).is_dir():
         others = ", ".join(path.name for path, _ in checkpoints(root)) or "none"
         raise CheckpointError(
             f"{marker} names {folder.name}, which is not there (there are: {others}): write another step into it, or "
@@ -257,6 +279,9 @@ def remove_old(root: Path, keep: int) -> list[Path]:
 
     Returns:
         The folders that were removed.
+
+    Raises:
+        CheckpointError: the system refused that, with its reason.
     """
     if keep < 0:
         return []
@@ -265,6 +290,12 @@ def remove_old(root: Path, keep: int) -> list[Path]:
     old = [path for path in (found[:-keep] if keep else found) if path != current]
     for path in old:
         doomed = root / f"{_ASIDE}{path.name}-{uuid.uuid4().hex[:8]}"
-        path.rename(doomed)
+        try:
+            path.rename(doomed)
+        except OSError as error:
+            raise CheckpointError(
+                f"{path} could not be removed: {error}. All checkpoints are whole; let the run write to {root}, or "
+                "write trainer.max_ckpts_to_keep=-1"
+            ) from error
         _remove(doomed)
     return old

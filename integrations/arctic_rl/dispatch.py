@@ -355,7 +355,6 @@ class ArcticDispatch:
         """
         self._check_model(model, trained=True)
         target = Path(export_dir).expanduser().resolve()
-        target.parent.mkdir(parents=True, exist_ok=True)
         sweep(target.parent)
         with written_aside(target) as aside:
             self._loop.run(self._backend.save_weights(str(aside / target.name), **trained_job(model)))

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from .checkpoint import STEP_PREFIX, latest, read_manifest
+from .checkpoint import STEP_PREFIX, as_swept, latest, read_manifest
 from .checkpoint_kind import kind_problems
 from .errors import CheckpointError, ConfigError
 from .prompt_dataset import check_data_files
@@ -165,7 +165,7 @@ def checkpoint_problems(cfg: Any) -> Iterator[str]:
         if folder is not None:
             if not folder.name.startswith(STEP_PREFIX):
                 yield f"{setting}: SkyRL wants a folder whose name begins with {STEP_PREFIX}"
-            yield from (f"{setting}: {line}" for line in kind_problems(folder, read_manifest(folder), cfg))
+            yield from (f"{setting}: {line}" for line in kind_problems(folder, read_manifest(as_swept(folder)), cfg))
     except CheckpointError as error:
         yield f"{setting}: {' '.join(str(error).split())}"
 

@@ -4,6 +4,8 @@ import json
 import os
 import shutil
 import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,6 +24,7 @@ from integrations.arctic_rl.checkpoint import (
     written_aside,
 )
 from integrations.arctic_rl.errors import CheckpointError
+from integrations.arctic_rl.preflight import checkpoint_problems
 from integrations.arctic_rl.server.checkpoint import Piece, write_share
 from tests.arctic_rl.shares import flip_a_byte
 
@@ -156,10 +159,74 @@ def test_the_same_step_is_replaced_and_a_kill_between_the_renames_undone(tmp_pat
         save(tmp_path, 3, "third")
     monkeypatch.undo()
     assert not folder.exists()
+    assert latest(tmp_path) == folder, "the next start's checks find it before it is brought back"
+    assert list(checkpoint_problems(resuming_from(tmp_path, "latest"))) == []
+    assert list(checkpoint_problems(resuming_from(tmp_path, "from_path", folder))) == []
     sweep(tmp_path)
     assert names(tmp_path) == ["global_step_3", LATEST_NAME]
     assert (folder / "trainer_state.pt").read_text() == "second"
     verify(folder)
+
+
+def resuming_from(root, mode, path=None):
+    trainer = SimpleNamespace(
+        ckpt_interval=1,
+        resume_mode=mode,
+        resume_path=path,
+        critic=SimpleNamespace(model=SimpleNamespace(path=None)),
+        fully_async=SimpleNamespace(enabled=False),
+        **dict.fromkeys(("ckpt_path", "export_path", "log_path"), root),
+    )
+    return SimpleNamespace(trainer=trainer)
+
+
+def refusing(method, monkeypatch, *prefixes):
+    """Let the system refuse a call on paths of these beginnings."""
+    original = getattr(Path, method)
+
+    def call(path, *args, **kwargs):
+        if path.name.startswith(prefixes):
+            raise PermissionError(13, "Permission denied", str(path))
+        return original(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, method, call)
+
+
+def test_a_replacement_that_is_refused_leaves_the_old_one_in_its_place(tmp_path, monkeypatch):
+    save(tmp_path, 3, "first")
+    before = content(tmp_path)
+    original = Path.rename
+
+    def second_refused(path, target):
+        if path.parent.name.startswith(".saving-"):
+            raise OSError(28, "No space left on device")
+        return original(path, target)
+
+    monkeypatch.setattr(Path, "rename", second_refused)
+    with pytest.raises(CheckpointError, match=r"No space left on device.*untouched"):
+        save(tmp_path, 3, "second")
+    assert content(tmp_path) == before
+
+
+def test_what_the_system_refuses_is_told(tmp_path, monkeypatch):
+    for step in (3, 6):
+        save(tmp_path, step)
+    before = content(tmp_path)
+    for methods, call, said in (
+        (("rename", "unlink"), lambda: set_latest(tmp_path, 9), rf"{LATEST_NAME} could not be written.*ckpt_path"),
+        (("rename",), lambda: remove_old(tmp_path, 1), r"global_step_3 could not be removed.*max_ckpts_to_keep=-1"),
+    ):
+        with monkeypatch.context() as patch:
+            for method in methods:
+                refusing(method, patch, ".saving-", "global_step_")
+            with pytest.raises(CheckpointError, match=said):
+                call()
+        sweep(tmp_path)
+        assert content(tmp_path) == before
+    (tmp_path / ".replaced-global_step_9-0a1b").mkdir()
+    refusing("rename", monkeypatch, ".replaced-")
+    with pytest.raises(CheckpointError, match=r"could not be cleared away: .*Permission denied"):
+        sweep(tmp_path)
 
 
 def test_what_else_was_made_beside_a_checkpoint_goes_beside_it(tmp_path):
