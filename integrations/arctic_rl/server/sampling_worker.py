@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 import os
 import shutil
 import socket
@@ -14,9 +15,12 @@ from multiprocessing import resource_tracker
 from typing import Any
 
 from ..errors import ArcticError, UnsupportedError, WorkerDiedError
-from .process import log_tail, own_process_ids, redirect_output
+from .process import log_tail, own_process_ids
 from .sampling_spec import SamplingSpec, end_token_ids, engine_arguments, engine_environment
 from .weights import read_manifest
+from .worker_log import open_worker_log
+
+logger = logging.getLogger(__name__)
 
 _CACHE_RESET_TRIES = 20
 _CACHE_RESET_PAUSE_SECONDS = 0.1
@@ -65,7 +69,7 @@ class SamplingWorker:
             self._own_directory = tempfile.mkdtemp(prefix="arctic-rl-")
             spec = dataclasses.replace(spec, scratch_directory=self._own_directory)
         if spec.log_file is not None:
-            redirect_output(spec.log_file)
+            open_worker_log(spec.log_file)
         for name, value in engine_environment(spec).items():
             if value is None:
                 os.environ.pop(name, None)
@@ -85,6 +89,7 @@ class SamplingWorker:
             await self.shutdown()
             raise ArcticError(f"the vLLM engine did not start: {error}{self._log_end()}") from error
         self._end_token_ids = end_token_ids(spec.model_path)
+        logger.info("the engine samples from %s", spec.model_path)
 
     async def generate(
         self,
@@ -173,6 +178,7 @@ class SamplingWorker:
                 await self._reset_prefix_cache()
             self._unusable = None
             self._version = version
+            logger.info("weights of version %d are loaded", version)
         return version
 
     async def reset_prefix_cache(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import threading
@@ -10,8 +11,11 @@ from datetime import timedelta
 from typing import Any
 
 from ..errors import ArcticError
-from .process import free_address, own_process_ids, redirect_output, seed_everything
+from .process import free_address, own_process_ids, seed_everything
 from .specs import TrainingSpec
+from .worker_log import open_worker_log
+
+logger = logging.getLogger(__name__)
 
 _JOBS = {"policy": "training", "critic": "training", "ref": "log_prob"}
 
@@ -23,7 +27,7 @@ class TrainingWorker:
     """
 
     def __init__(self, spec: TrainingSpec, rank: int, world_size: int, log_file: str) -> None:
-        redirect_output(log_file)
+        open_worker_log(log_file)
         self._spec = spec
         self._rank = rank
         self._world_size = world_size
@@ -90,8 +94,10 @@ class TrainingWorker:
             self._adapter_facts = adapter_facts(model, self._spec.lora)
         if self._spec.role == "ref":
             self._engine = InferenceEngine(model, self._spec.dtype)
+            logger.info("rank %d of %d runs %s", self._rank, self._world_size, self._spec.model_path)
             return
         self._engine, self._optimizer = initialize_engine(model, self._spec)
+        logger.info("rank %d of %d trains %s", self._rank, self._world_size, self._spec.model_path)
         self._scheduler = build_scheduler(self._optimizer, self._spec.optimizer, num_training_steps)
         self._num_training_steps = num_training_steps
 
@@ -189,6 +195,7 @@ class TrainingWorker:
         norm = float(self._engine.get_global_grad_norm())
         skipped = not math.isfinite(norm)
         if skipped:
+            logger.warning("an optimizer step was skipped: the norm of its gradient is %s", norm)
             self._engine.global_steps -= 1
         else:
             self._scheduler.step()
@@ -248,6 +255,7 @@ class TrainingWorker:
             buffers=persistent_buffers(self._engine.module),
             facts=facts,
         )
+        logger.info("a checkpoint's share was written to %s", directory)
 
     def checkpoint_problems(self, directory: str) -> list[str]:
         """What is damaged in this rank's part of the work of reading all shares, a line each."""
@@ -293,6 +301,7 @@ class TrainingWorker:
             self._engine.global_steps = steps
             saved = shares[0]["settings"]
             outcome |= {"optimizer_steps": steps, "saved": saved, "now": self._schedule_settings()}
+        logger.info("the checkpoint %s was taken up", directory)
         if outcome["same_ranks"]:
             set_random_state(shares[self._rank]["random"])
         return outcome

@@ -575,6 +575,9 @@ def test_seeds_give_the_same_samples_in_any_batch(real):
     crowd = ask(real, other + prompts[::-1], [{"temperature": 1.0, "max_tokens": 30}] * 4 + params[::-1])
     assert [result["token_ids"] for result in crowd[4:]][::-1] == first
     assert len({tuple(tokens) for tokens in first}) == 16
+    greedy = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True}
+    best = [[result["token_ids"] for result in ask(real, other, greedy)] for _ in range(2)]
+    assert best[0] == best[1]
     unseeded = ask(real, prompts[:2], {"temperature": 1.0, "max_tokens": 24, "ignore_eos": True})
     assert unseeded[0]["token_ids"] != unseeded[1]["token_ids"]
 
