@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from .callback_uses import callback_problems
 from .entry_module import ENTRY_SHAPE, all_remote_functions, search_path
 from .entry_task import run_entry
 from .entrypoint import await_task, cancel_task, check_config, check_placement, cleaned_up, initialize_ray
@@ -145,7 +146,8 @@ class EntryMain:
             )
         try:
             with stand_ins(cfg):
-                check_config(cfg, self._unknown, own_data=True)
+                callbacks = callback_problems(cfg, self._module.__file__)
+                check_config(cfg, [*self._unknown, *callbacks], own_data=True)
         finally:
             self._checking = False
         self._checked = cfg

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from .callback_uses import callback_problems, source_file
 from .errors import ArcticError, ConfigError
 
 CANCEL_GRACE_S = 40.0
@@ -27,7 +28,10 @@ def main(experiment_class: type | None = None, config_class: type | None = None)
         config_class: its ``SkyRLTrainConfig`` subclass; None = ``SkyRLTrainConfig`` itself.
     """
     try:
-        run(load_config(sys.argv[1:], config_class, reads_own_data(experiment_class)), experiment_class)
+        cfg = load_config(
+            sys.argv[1:], config_class, reads_own_data(experiment_class), source=source_file(experiment_class)
+        )
+        run(cfg, experiment_class)
     except ArcticError as error:
         sys.exit(f"error: {error}")
 
@@ -41,13 +45,16 @@ def reads_own_data(experiment_class: type | None) -> bool:
     return experiment_class.get_train_dataset is not BasePPOExp.get_train_dataset
 
 
-def load_config(arguments: list[str], config_class: type | None = None, own_data: bool = False) -> Any:
+def load_config(
+    arguments: list[str], config_class: type | None = None, own_data: bool = False, source: str | None = None
+) -> Any:
     """The validated config of a recipe.
 
     Args:
         arguments: ``key=value`` overrides.
         config_class: see ``main``.
         own_data: see ``check_config``.
+        source: the file of a recipe's experiment class, which is read for what cannot be honoured.
 
     Raises:
         ConfigError: with everything that stands against the run, a line each: settings that are unknown, out of range
@@ -56,7 +63,7 @@ def load_config(arguments: list[str], config_class: type | None = None, own_data
     from .skyrl_config import parse_what_is_known
 
     cfg, unknown = parse_what_is_known(arguments, config_class)
-    check_config(cfg, unknown, own_data)
+    check_config(cfg, [*unknown, *callback_problems(cfg, source)], own_data)
     return cfg
 
 
@@ -68,7 +75,8 @@ def check_config(cfg: Any, unknown: Sequence[str] = (), own_data: bool = False) 
 
     Args:
         cfg: the config.
-        unknown: lines about settings that its parser refused; not repeated where a check names the setting too.
+        unknown: lines about settings that its parser refused, or its code; not repeated where a check names the
+            setting too.
         own_data: the recipe may train on other data than ``data.train_data``, whose size then rules nothing.
 
     Raises:

@@ -10,6 +10,7 @@ from loguru import logger
 from .backend_client import SamplingClient
 from .backends.loop_thread import LoopThread
 from .backends.registry import RemoteBackendRegistry, backend_name
+from .callback_uses import refused_callbacks
 from .compose import apply_mixin
 from .devices import device_of_cluster
 from .environments import environment_modules, register_environments
@@ -137,7 +138,8 @@ class ArcticExpMixin:
         """The experiment's own trainer, SkyRL's asynchronous one where the config asks for it, on the backend.
 
         Raises:
-            UnsupportedError: a recipe's own ``get_trainer`` gives a trainer of the other kind.
+            UnsupportedError: a recipe's own ``get_trainer`` gives a trainer of the other kind, or an asynchronous one
+                callbacks.
         """
         from skyrl.train.fully_async_trainer import FullyAsyncRayPPOTrainer
 
@@ -145,7 +147,10 @@ class ArcticExpMixin:
         if asynchronous and not self._recipe_overrides("get_trainer"):
             trainer = FullyAsyncRayPPOTrainer(**kwargs)
         else:
-            trainer = super().get_trainer(**kwargs)
+            try:
+                trainer = super().get_trainer(**kwargs)
+            except NotImplementedError as error:
+                raise refused_callbacks(error, f"{type(self).__name__}.get_trainer") or error from error
         if isinstance(trainer, FullyAsyncRayPPOTrainer) != asynchronous:
             raise UnsupportedError(
                 f"trainer.fully_async.enabled={str(asynchronous).lower()}: the recipe's trainer "

@@ -14,6 +14,7 @@ import torch
 
 from .backends.base import RemoteBackend
 from .backends.loop_thread import LoopThread
+from .callback_uses import refused_callbacks
 from .trainer import ArcticTrainerMixin, MetricsFile
 from .weight_versions import KEY as WEIGHT_VERSIONS
 
@@ -49,6 +50,17 @@ class ArcticFullyAsyncMixin(ArcticTrainerMixin):
     def write_metrics(self, file: MetricsFile) -> None:
         """SkyRL's asynchronous loop calls no callbacks: the tracker's logs are written instead."""
         self.tracker = WrittenTracker(self.tracker, file)
+
+    def add_callback(self, callback: Any) -> None:
+        """Refuse it, by name.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        try:
+            super().add_callback(callback)
+        except NotImplementedError as error:
+            raise refused_callbacks(error, f"add_callback({type(callback).__name__})") or error from error
 
     async def train(self) -> None:
         """SkyRL's loop.

@@ -286,6 +286,14 @@ def main():
             assert part in str(caught.value)
         assert in_process.ray_starts == []
 
+    def test_callbacks_of_an_asynchronous_recipe_are_said_too(self, in_process, monkeypatch):
+        monkeypatch.syspath_prepend(MODULES)
+        with pytest.raises(ConfigError) as caught:
+            run("penalty", "trainer.fully_async.enabled=true", "trainer.logger=console", "trainer.epochs=0")
+        for part in ("asynchronous loop calls no callbacks, and penalty.py adds some", "trainer.epochs=0"):
+            assert part in str(caught.value)
+        assert in_process.ray_starts == []
+
     def test_its_own_checks_run_too(self, in_process, accepted, monkeypatch):
         monkeypatch.syspath_prepend(MODULES)
         with pytest.raises(ValueError, match="free_tokens"):
