@@ -10,7 +10,7 @@ import logging
 import os
 import ssl
 import uuid
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 import httpx
@@ -24,6 +24,7 @@ from ..server.specs import ServerConfig
 from ..wire.body import CONTENT_TYPE, VERSION, decode_answer, encode
 from .base import Batch, InFlight, RemoteBackend
 from .handle import BackendHandle
+from .merged_calls import MergedCalls
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +37,8 @@ TRIES = 5
 FIRST_PAUSE_S = 0.5
 """Pause before the second try; each further one is twice as long."""
 CONNECT_TIMEOUT_S = 10.0
+MOST_STREAMS, REQUESTS_A_STREAM = 256, 512
+"""Connections on which samples come; more requests share them, so that neither side runs out of open files."""
 JOB = "server"
 
 
@@ -68,6 +71,7 @@ class HttpBackend(RemoteBackend):
         self._attached = handle is not None
         self._client: httpx.AsyncClient | None = None
         self._signs: asyncio.Task | None = None
+        self._streams = MergedCalls(self._sample, most=MOST_STREAMS, largest=REQUESTS_A_STREAM)
 
     @classmethod
     def from_config(cls, config: ServerConfig, handle: BackendHandle | None = None) -> HttpBackend:
@@ -108,20 +112,26 @@ class HttpBackend(RemoteBackend):
         return await self._call("step", job=job)
 
     async def generate(self, requests: list[dict]) -> list[dict]:
-        results: list[Any] = [None] * len(requests)
-        pause = FIRST_PAUSE_S
+        return await self._streams.ask(requests)
+
+    async def _sample(self, requests: Sequence[dict], arrived: Callable[[int, dict], None]) -> None:
+        """Answers to requests over one stream, and over another one where its connection fails."""
+        pause, left = FIRST_PAUSE_S, list(range(len(requests)))
+
+        def note(index: int, result: dict) -> None:
+            left.remove(index)
+            arrived(index, result)
+
         for attempt in range(TRIES):
-            left = [index for index, result in enumerate(results) if result is None]
             if not left:
                 break
             try:
-                await self._while_alive(self._stream(requests, left, results))
+                await self._while_alive(self._stream(requests, list(left), note))
             except httpx.TransportError as error:
                 if attempt == TRIES - 1:
                     raise self._unreachable(error) from error
                 await asyncio.sleep(pause)
                 pause *= 2
-        return results
 
     async def sync_weights(self, *, keep_cache: bool = False) -> int:
         return await self._call("sync_weights", keep_cache=keep_cache)
@@ -214,8 +224,8 @@ class HttpBackend(RemoteBackend):
         result, rows = await asyncio.to_thread(decode_answer, answer.content, batch)
         return result if rows is None else result | {"batch": rows}
 
-    async def _stream(self, requests: list[dict], left: list[int], results: list[Any]) -> None:
-        """Answers to the requests numbered ``left``, each put into ``results`` as it comes."""
+    async def _stream(self, requests: Sequence[dict], left: list[int], note: Callable[[int, dict], None]) -> None:
+        """Answers to the requests numbered ``left``, each noted as it comes."""
         path = f"{self._job_path()}/generate"
         asked = {"requests": [requests[index] for index in left]}
         async with self._connection().stream("POST", self._url + path, json=asked, headers=self._headers()) as answer:
@@ -225,7 +235,7 @@ class HttpBackend(RemoteBackend):
                 item = json.loads(line)
                 if "result" not in item:
                     raise from_answer(item["status"], item, self._url + path)
-                results[left[item["index"]]] = item["result"]
+                note(left[item["index"]], item["result"])
 
     async def _send(
         self, method: str, path: str, *, timeout_s: float | None = None, tries: int = TRIES, **content: Any
