@@ -85,6 +85,7 @@ def _backend(cfg: Any) -> Iterator[str]:
         from .backends.arctic_platform.refusals import setting_refusals
 
         yield from setting_refusals(cfg)
+        return
     if arctic.comm_protocol == "ray":
         if arctic.server_url is not None:
             yield (

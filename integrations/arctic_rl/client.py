@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from .backends.handle import BackendHandle
-from .backends.registry import RemoteBackendRegistry
+from .backends.registry import RemoteBackendRegistry, over_http
 from .config import nearest
 from .errors import ConfigError
 from .server.sampling_spec import SamplingSpec
@@ -32,9 +32,15 @@ class ClientConfig:
     model_path: str
     """Folder or hub name of a Hugging Face causal language model with its tokenizer."""
     backend: str = "builtin"
-    """Registered name or dotted path of a backend; with ``server_url`` the one over HTTP is taken."""
+    """Registered name or dotted path of a backend; with ``server_url`` the one over HTTP is taken, or
+    ``arctic-platform``, which has a server of its own."""
     server_url: str | None = None
     """URL of a server that is up already; None = workers are started on Ray from here."""
+    mini_batch_rows: int | None = None
+    """Rows of one optimizer step, which ``arctic-platform`` is told at its start; None = each step is one micro-batch
+    there. The other backends need not know."""
+    micro_batch_rows: int | None = None
+    """Most rows of a micro-batch of a rank, likewise; None = all rows of a call."""
     reference_path: str | None = None
     """Model of the ``ref`` job; None = none is served."""
     policy_ranks: int = 1
@@ -134,6 +140,8 @@ class ClientConfig:
             startup_timeout_s=self.startup_timeout_s,
             shutdown_timeout_s=20.0,
             server_url=self.server_url,
+            mini_batch_rows=self.mini_batch_rows,
+            micro_batch_rows=self.micro_batch_rows,
         )
 
 
@@ -159,7 +167,7 @@ def create_arctic_rl_client(
         config = ClientConfig(**config)
     if server_state is not None:
         return RemoteBackendRegistry.attach(server_state, config.server_config())
-    name = config.backend if config.server_url is None else "http"
+    name = config.backend if config.server_url is None else over_http(config.backend)
     return RemoteBackendRegistry.get(name).from_config(config.server_config())
 
 

@@ -70,6 +70,8 @@ def server_config(
         colocate_all=placement.colocate_all,
         colocate_policy_ref=placement.colocate_policy_ref,
         gpu_timeout_s=arctic.gpu_timeout_s,
+        mini_batch_rows=trainer.policy_mini_batch_size * cfg.generator.n_samples_per_prompt,
+        micro_batch_rows=trainer.micro_train_batch_size_per_gpu,
     )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..config import nearest
-from ..errors import ConfigError, UnsupportedError
+from ..errors import ConfigError
 
 if TYPE_CHECKING:
     from ..server.specs import ServerConfig
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 Loader = Callable[[], type]
 Registered = TypeVar("Registered", bound=Callable)
 
+_OWN_SERVERS = ("arctic-platform",)
 HOW_TO_REGISTER = (
     "register your own with RemoteBackendRegistry.register(name), or write the dotted path of its class or loader"
 )
@@ -133,7 +134,13 @@ class RemoteBackendRegistry:
 def backend_name(cfg: Any) -> str:
     """The registered name of the backend that a recipe runs on."""
     arctic = cfg.trainer.arctic_rl
-    return "http" if arctic.comm_protocol == "http" else arctic.backend
+    return over_http(arctic.backend) if arctic.comm_protocol == "http" else arctic.backend
+
+
+def over_http(name: str) -> str:
+    """The backend that reaches, over HTTP, the server on which ``name`` runs: itself, where it has a server of its
+    own, else ``http``, whose server chooses the backend."""
+    return name if name in _OWN_SERVERS else "http"
 
 
 def _add(table: dict[str, Loader], kind: str, name: str, entry: Any) -> None:
@@ -201,6 +208,6 @@ def _http() -> type[RemoteBackend]:
 
 @RemoteBackendRegistry.register("arctic-platform")
 def _arctic_platform() -> type[RemoteBackend]:
-    from .arctic_platform.refusals import NO_ROLLOUTS
+    from .arctic_platform.backend import ArcticPlatformBackend
 
-    raise UnsupportedError(f"trainer.arctic_rl.backend='arctic-platform': {NO_ROLLOUTS}")
+    return ArcticPlatformBackend

@@ -149,6 +149,10 @@ class ServerConfig:
     """See ``trainer.arctic_rl.worker_timeout_s``."""
     server_url: str | None = None
     """Where a server over HTTP is; None = the backend starts workers of its own."""
+    mini_batch_rows: int | None = None
+    """Rows of one optimizer step of the policy, for a backend that is told so at its start; None = not told."""
+    micro_batch_rows: int | None = None
+    """Most rows of a micro-batch of a rank, for such a backend; None = not told."""
     critic: TrainingSpec | None = None
     """The value model of PPO; None = the recipe uses none."""
     critic_ranks: int = 0

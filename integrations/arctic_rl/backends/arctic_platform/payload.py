@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
-from ...errors import RequestError, UnsupportedError
+from ...errors import ArcticError, RequestError, UnsupportedError
+from .rows import check_rows
 
 __all__ = [
     "CLIP_RANGE",
@@ -69,9 +70,11 @@ def update_payload(batch: Mapping[str, Any], meta: Mapping[str, Any], processing
 
     Raises:
         UnsupportedError: for every setting that the server would ignore, a line each.
-        RequestError: the batch lacks a tensor, or its mask is not of zeros and ones.
+        RequestError: the batch lacks a tensor, or has one of another height or width, or ``meta`` names the tokens of
+            the whole mini-batch and not the ranks that share them, or the other way round.
     """
     settings = _loss_settings(meta, processing)
+    _check_scale(meta)
     problems = [*_call_refusals(meta, processing), *loss_refusals(settings)]
     if processing.get("loss_fn") not in _LOSSES:
         problems.insert(0, f"loss_fn={processing.get('loss_fn')!r}: this server has verl's clipped surrogate only")
@@ -92,11 +95,12 @@ def update_payload(batch: Mapping[str, Any], meta: Mapping[str, Any], processing
         "batch": {**rows, "response_mask": mask, **tensors},
         "meta": {
             **_meta(meta),
+            # Without an entropy_coeff, or the server would leave entropies out.
+            **({"calculate_entropy": True, "return_fwd_batch": True} if meta.get("calculate_entropy") else {}),
             "batch_num_tokens": _denominator(settings, meta, mask),
             "global_batch_size": int(meta.get("global_batch_size", len(mask))),
             "actor_config": {
                 "loss_agg_mode": "token-mean",
-                "entropy_coeff": 0.0,
                 "use_kl_loss": settings["use_kl_loss"],
                 "kl_loss_coef": settings["kl_loss_coef"],
                 "kl_loss_type": settings["kl_loss_type"],
@@ -112,10 +116,15 @@ def update_result(
 ) -> dict[str, Any]:
     """The server's answer to :func:`update_payload` as ``run_pipeline`` would give it.
 
-    Its losses are means over tokens; ours are what was minimised. It gives no entropy.
+    Its losses are means over tokens; ours are what was minimised. Its own entropy metric is one token off the mask;
+    ours is taken from the entropies that it returns.
 
     Returns:
-        ``avg_loss`` and ``metrics``: pg_loss, ppo_kl, pg_clipfrac, pg_clipfrac_lower, and kl_loss where it is used.
+        ``avg_loss`` and ``metrics``: pg_loss, ppo_kl, pg_clipfrac, pg_clipfrac_lower, kl_loss where it is used, and
+        entropy where ``meta`` asks for it.
+
+    Raises:
+        ArcticError: the answer holds no entropies although they were asked for.
     """
     settings, mask = _loss_settings(meta, processing), _effective_mask(batch)
     share = float(mask.sum()) / _denominator(settings, meta, mask)
@@ -123,6 +132,8 @@ def update_result(
     metrics = {name: theirs[f"actor/{name}"] for name in _METRICS} | {"pg_loss": theirs["actor/pg_loss"] * share}
     if settings["use_kl_loss"]:
         metrics["kl_loss"] = theirs["kl_loss"] * share
+    if meta.get("calculate_entropy"):
+        metrics["entropy"] = _mean_entropy(answer, mask)
     return {"avg_loss": theirs["loss"] * share, "metrics": metrics}
 
 
@@ -152,11 +163,23 @@ def forward_result(answer: Mapping[str, Any], batch: Mapping[str, Any]) -> dict[
     Returns:
         ``batch`` with ``logprobs`` [B, P+R], float32, 0 outside the responses; ``metrics``, empty.
     """
-    before = torch.as_tensor(answer["batch"]["logprobs"], dtype=torch.float32)
-    of_token = pad(before[:, :-1], (1, 0))
+    of_token = _of_token(answer["batch"]["logprobs"])
     kept = batch["attention_mask"].bool().clone()
     kept[:, : batch["prompts"].shape[1]] = False
     return {"batch": {"logprobs": torch.where(kept, of_token, 0)}, "metrics": {}}
+
+
+def _of_token(values: Any) -> torch.Tensor:
+    """Numbers that the server gives in the column of the token before, in the token's own, [B, P+R], float32."""
+    return pad(torch.as_tensor(values, dtype=torch.float32)[:, :-1], (1, 0))
+
+
+def _mean_entropy(answer: Mapping[str, Any], mask: torch.Tensor) -> float:
+    entropies = (answer.get("batch") or {}).get("entropy")
+    if entropies is None:
+        raise ArcticError("arctic-platform's server returned no entropies: it is another release than 0.1.4")
+    total = torch.where(mask.bool(), _of_token(entropies), 0).sum(dtype=torch.float64)
+    return float(total) / max(int(mask.sum()), 1)
 
 
 def loss_refusals(settings: Mapping[str, Any]) -> Iterator[str]:
@@ -206,6 +229,16 @@ def _loss_settings(meta: Mapping[str, Any], processing: Mapping[str, Any]) -> di
     return {**_DEFAULTS, **given}
 
 
+def _check_scale(meta: Mapping[str, Any]) -> None:
+    """The server multiplies by its ranks what it divides by the tokens of all of them."""
+    names = ("batch_num_tokens", "global_batch_size", "dp_size")
+    given = [meta.get(name) is not None for name in names]
+    if any(given) and not given[-1]:
+        raise RequestError("meta has batch_num_tokens or global_batch_size and no dp_size: give all or none")
+    if given[-1] and not all(given):
+        raise RequestError("meta has dp_size, and not both batch_num_tokens and global_batch_size: give all or none")
+
+
 def _call_refusals(meta: Mapping[str, Any], processing: Mapping[str, Any]) -> Iterator[str]:
     if meta.get("zorro_train_enable") is True:
         yield (
@@ -236,9 +269,7 @@ def _meta(meta: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rows(batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    missing = [name for name in ("input_ids", "attention_mask", "prompts") if batch.get(name) is None]
-    if missing:
-        raise RequestError(f"the batch has no {', '.join(missing)}")
+    check_rows(batch)
     # The server makes position ids of the mask.
     return {name: batch[name].contiguous() for name in ("input_ids", "attention_mask", "prompts")}
 

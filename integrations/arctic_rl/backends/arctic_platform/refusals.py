@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from ...errors import ConfigError
+from .jobs import server_address
 from .payload import CLIP_RANGE, DUAL_CLIP
 
-__all__ = ["NO_ROLLOUTS", "setting_refusals"]
-
-NO_ROLLOUTS = (
-    "the sampling call of that package takes prompts as text, not as the recipe's tokens, which another tokenization "
-    "could replace unseen: write builtin"
-)
+__all__ = ["setting_refusals"]
 
 _ALGORITHM = "trainer.algorithm"
 _ARCTIC = "trainer.arctic_rl"
@@ -27,9 +24,38 @@ def setting_refusals(cfg: Any) -> Iterator[str]:
     Args:
         cfg: a ``SkyRLTrainConfig`` with ``trainer.arctic_rl``, whose backend is ``arctic-platform``.
     """
-    yield f"{_ARCTIC}.backend='arctic-platform': {NO_ROLLOUTS}"
-    for check in (_loss, _processing, _micro_batches, _models, _optimizer, _calls):
+    for check in (_server, _rollouts, _loss, _processing, _micro_batches, _models, _optimizer, _calls):
         yield from check(cfg)
+
+
+def _server(cfg: Any) -> Iterator[str]:
+    arctic = cfg.trainer.arctic_rl
+    if arctic.comm_protocol != "http":
+        yield (
+            f"{_ARCTIC}.comm_protocol={arctic.comm_protocol!r}: this server is one that is up already: write http, "
+            f"and its address as {_ARCTIC}.server_url"
+        )
+        return
+    try:
+        server_address(arctic.server_url)
+    except ConfigError as error:
+        yield str(error)
+
+
+def _rollouts(cfg: Any) -> Iterator[str]:
+    generator = cfg.generator
+    if generator.max_turns > 1:
+        yield (
+            f"generator.max_turns={generator.max_turns}: this server takes prompts as text, and that of a later turn, "
+            "which holds sampled tokens, may have other tokens than those: write 1"
+        )
+    for section in ("sampling_params", "eval_sampling_params"):
+        additional = vars(generator)[section].additional_kwargs
+        if additional is not None and additional.get("logit_bias") is not None:
+            yield (
+                f"generator.{section}.additional_kwargs.logit_bias: the package's wire turns its token ids into text, "
+                "which vLLM does not take: leave it out"
+            )
 
 
 def _loss(cfg: Any) -> Iterator[str]:
@@ -120,6 +146,8 @@ def _models(cfg: Any) -> Iterator[str]:
         )
     if not trainer.bf16:
         yield "trainer.bf16=False: this server trains in bfloat16: write true"
+    if trainer.arctic_rl.zero_stage == 0:
+        yield (f"{_ARCTIC}.zero_stage=0: DeepSpeed then takes a trial step that this server cannot undo: write 2")
 
 
 def _optimizer(cfg: Any) -> Iterator[str]:
@@ -139,6 +167,8 @@ def _optimizer(cfg: Any) -> Iterator[str]:
 
 def _calls(cfg: Any) -> Iterator[str]:
     trainer = cfg.trainer
+    if trainer.update_ref_every_epoch:
+        yield "trainer.update_ref_every_epoch=True: this server's reference model stays as it was loaded: write false"
     if trainer.fully_async.enabled:
         yield "trainer.fully_async.enabled=True: the package's client cannot pause requests under way: write false"
     if trainer.policy.torch_profiler_config.enable:
