@@ -25,8 +25,10 @@ def device_of_cluster(cfg: Any) -> Device:
 
 
 def device_of(cfg: Any, gpus: float) -> Device:
-    """``trainer.arctic_rl.device``; where it is not given, ``cuda`` if there is a GPU."""
+    """``trainer.arctic_rl.device``; where it is not given, ``cuda`` if there is a GPU, or the server needs some."""
     asked = cfg.trainer.arctic_rl.device
     if asked is not None:
         return asked
+    if cfg.trainer.arctic_rl.backend == "arctic-platform":
+        return "cuda"
     return "cuda" if gpus else "cpu"

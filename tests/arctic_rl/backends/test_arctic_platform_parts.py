@@ -2,7 +2,7 @@
 
 import json
 import pickle
-from dataclasses import replace
+from dataclasses import fields, replace
 from types import SimpleNamespace
 
 import pytest
@@ -69,25 +69,26 @@ class TestPromptTexts:
             PromptTexts(tokenizer).text(tokenizer("cab").input_ids[1:])
 
 
-class TestPromptSeen:
-    answer = {"prompt_len": 3, "prompt_logprobs": [None, {"7": {"logprob": -1.0}}, {"8": {"logprob": -2.0}}]}
+SEEN = {"prompt_len": 3, "prompt_logprobs": [None, {"7": {"logprob": -1.0}}, {"8": {"logprob": -2.0}}]}
 
+
+class TestPromptSeen:
     def test_the_same_prompt(self):
-        check_prompt_seen([5, 7, 8], self.answer, whole=True)
+        check_prompt_seen([5, 7, 8], SEEN, whole=True)
         check_prompt_seen([5, 7, 8], {}, whole=False)
 
     @pytest.mark.parametrize(
         ("ids", "answer", "whole"),
         [
-            ([5, 7, 9], answer, True),
-            ([5, 7, 8, 9], answer, False),
+            ([5, 7, 9], SEEN, True),
+            ([5, 7, 8, 9], SEEN, False),
             ([5, 7, 8], {"prompt_len": 4}, False),
             ([5, 7, 8], {"prompt_len": 3}, True),
-            ([5, 7, 8], {"prompt_logprobs": answer["prompt_logprobs"][:2]}, True),
+            ([5, 7, 8], {"prompt_logprobs": SEEN["prompt_logprobs"][:2]}, True),
         ],
     )
     def test_another_prompt_or_none_told(self, ids, answer, whole):
-        with pytest.raises(ArcticError, match="another prompt|no prompt_logprobs"):
+        with pytest.raises(ArcticError, match=r"another prompt|no prompt_logprobs"):
             check_prompt_seen(ids, answer, whole=whole)
 
 
@@ -112,7 +113,7 @@ class TestRollouts:
         ],
     )
     def test_what_is_missing_is_told(self, answer):
-        with pytest.raises(ArcticError, match="without token ids|log-probs with 2 tokens"):
+        with pytest.raises(ArcticError, match=r"without token ids|log-probs with 2 tokens"):
             rollout(answer, with_logprobs=True, version=0)
 
     def test_parameters_are_vllms_own_after_the_wire(self):
@@ -199,11 +200,9 @@ class TestConfig:
         assert told.to_onprem("sampling")["vllm_config"]["max_model_len"] == 512
 
     def test_vllm_knows_the_engines_arguments(self):
-        import dataclasses
-
         from vllm.engine.arg_utils import AsyncEngineArgs
 
-        known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
+        known = {field.name for field in fields(AsyncEngineArgs)}
         assert set(jobs.engine_arguments(server_config(max_model_len=9).sampling)) <= known
 
     @pytest.mark.parametrize(
@@ -224,7 +223,7 @@ class TestConfig:
 
     def test_jobs_that_the_server_has_not_are_refused(self):
         config = server_config()
-        with pytest.raises(UnsupportedError, match="^critic"):
+        with pytest.raises(UnsupportedError, match=r"^critic"):
             jobs.check_config(replace(config, critic=config.policy, critic_ranks=1))
 
     @pytest.mark.parametrize(

@@ -112,7 +112,11 @@ def allocation_problems(config: ServerConfig, status: Mapping[str, Any]) -> Iter
         config: what the run asks for.
         status: the server's ``/status``.
     """
-    wanted = {"training_gpus": config.policy_ranks, "sampling_gpus": config.engines, "log_prob_gpus": config.ref_ranks}
+    wanted = {
+        "training_gpus": config.policy_ranks,
+        "sampling_gpus": config.engines * config.sampling.tensor_parallel_size,
+        "log_prob_gpus": config.ref_ranks,
+    }
     for name, number in wanted.items():
         setting, argument = _GPUS[name]
         if (number or name != "log_prob_gpus") and status[name] != number:
@@ -170,6 +174,8 @@ def engine_arguments(spec: SamplingSpec) -> dict[str, Any]:
         "generation_config": "vllm",
         **spec.engine_kwargs,
     }
+    if spec.enable_sleep_mode:
+        arguments["enable_sleep_mode"] = True
     return arguments if spec.max_model_len is None else arguments | {"max_model_len": spec.max_model_len}
 
 

@@ -29,7 +29,14 @@ def setting_refusals(cfg: Any) -> Iterator[str]:
 
 
 def _server(cfg: Any) -> Iterator[str]:
-    arctic = cfg.trainer.arctic_rl
+    arctic, engine = cfg.trainer.arctic_rl, cfg.generator.inference_engine
+    if arctic.device == "cpu":
+        yield f"{_ARCTIC}.device='cpu': this server has GPUs only: leave it out"
+    if engine.pipeline_parallel_size > 1:
+        yield (
+            f"generator.inference_engine.pipeline_parallel_size={engine.pipeline_parallel_size}: this server counts "
+            "the GPUs of an engine by tensor_parallel_size alone: write 1"
+        )
     if arctic.comm_protocol != "http":
         yield (
             f"{_ARCTIC}.comm_protocol={arctic.comm_protocol!r}: this server is one that is up already: write http, "
