@@ -326,6 +326,7 @@ ALGORITHM, ARCTIC, OPTIMIZER = "trainer.algorithm", "trainer.arctic_rl", "traine
         f"{ARCTIC}.server_url=http://somewhere",
         f"{ARCTIC}.server_url=http://somewhere:8000/below",
         f"{ARCTIC}.zero_stage=0",
+        f"{ARCTIC}.zero_stage=1",
         f"{ARCTIC}.device=cpu",
         "generator.inference_engine.pipeline_parallel_size=2",
         "generator.max_turns=2",

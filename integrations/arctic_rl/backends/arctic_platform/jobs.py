@@ -87,8 +87,8 @@ def _problems(config: ServerConfig) -> Iterator[str]:
     policy, optimizer = config.policy, config.policy.optimizer
     if policy.dtype != "bfloat16":
         yield f"dtype={policy.dtype!r}: this server trains in bfloat16: write bfloat16"
-    if policy.zero_stage == 0:
-        yield "zero_stage=0: DeepSpeed then takes a trial step that this server cannot undo: write 2"
+    if policy.zero_stage < 2:
+        yield f"zero_stage={policy.zero_stage}: this server then leaves out steps whose gradient is 0: write 2 or 3"
     if optimizer.scheduler not in _CONSTANT:
         yield f"scheduler={optimizer.scheduler!r}: this server's schedules are DeepSpeed's: write constant"
     if optimizer.num_warmup_steps or optimizer.lr_warmup_ratio:

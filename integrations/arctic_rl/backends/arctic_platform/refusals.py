@@ -153,8 +153,11 @@ def _models(cfg: Any) -> Iterator[str]:
         )
     if not trainer.bf16:
         yield "trainer.bf16=False: this server trains in bfloat16: write true"
-    if trainer.arctic_rl.zero_stage == 0:
-        yield (f"{_ARCTIC}.zero_stage=0: DeepSpeed then takes a trial step that this server cannot undo: write 2")
+    if trainer.arctic_rl.zero_stage < 2:
+        yield (
+            f"{_ARCTIC}.zero_stage={trainer.arctic_rl.zero_stage}: this server leaves out steps whose gradient is 0 "
+            "with DeepSpeed's optimizer for that stage: write 2 or 3"
+        )
 
 
 def _optimizer(cfg: Any) -> Iterator[str]:
