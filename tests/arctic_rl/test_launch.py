@@ -103,6 +103,12 @@ def write_module(tmp_path, monkeypatch):
         sys.modules.pop(name, None)
 
 
+@pytest.fixture(autouse=True)
+def no_cluster(monkeypatch):
+    """An experiment asks Ray, which is not there, for its GPUs."""
+    monkeypatch.setattr(ray, "cluster_resources", dict)
+
+
 @pytest.fixture
 def in_process(monkeypatch):
     """The task runs in this process and Ray does not start; returns what was asked of both."""
