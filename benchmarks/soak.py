@@ -1,4 +1,4 @@
-"""Does a long run leak? ``python -m benchmarks.soak [--steps 150] [--plot docs/soak.png]``
+"""Does a long run leak? ``python -m benchmarks.soak [--steps 150] [--plot FILE] [--cache_dir C]``
 
 The quickstart's own job for 150 steps, with a checkpoint every ten. After each step every process of the run is looked
 at: its private and its proportional memory (USS and PSS), and its open files; and Ray's object store and the run's
@@ -265,9 +265,9 @@ def follow(process: subprocess.Popen, metrics: Path, look: Callable[[int], None]
         raise RuntimeError(f"the run ended with status {process.returncode}")
 
 
-def run(output_dir: Path, steps: int) -> Series:
+def run(output_dir: Path, steps: int, cache_dir: Path) -> Series:
     """Train and watch."""
-    data, model = quickstart.make_inputs(output_dir / "cache", seed=0)
+    data, model = quickstart.make_inputs(cache_dir, seed=0)
     run_dir = output_dir / "run"
     run_dir.mkdir(parents=True)
     overrides = [
@@ -331,6 +331,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--plot", type=Path, help="picture to write")
     parser.add_argument("--samples", type=Path, help="JSON file to write all samples to")
     parser.add_argument("--output_dir", type=Path, help="where the run is kept; default: a temporary folder")
+    parser.add_argument("--cache_dir", type=Path, help="where the quickstart keeps its inputs; default: made anew")
     arguments = parser.parse_args(argv)
     warm_up = min(WARM_UP, arguments.steps // 3) if arguments.warm_up is None else arguments.warm_up
     if arguments.steps - warm_up < 6:
@@ -338,7 +339,9 @@ def main(argv: list[str] | None = None) -> int:
             f"--steps={arguments.steps} leaves {arguments.steps - warm_up} steps behind the warm-up: 6 or more"
         )
     with tempfile.TemporaryDirectory(prefix="soak-") as temporary:
-        series = run((arguments.output_dir or Path(temporary)).resolve(), arguments.steps)
+        output_dir = (arguments.output_dir or Path(temporary)).resolve()
+        cache_dir = (arguments.cache_dir or output_dir / "cache").resolve()
+        series = run(output_dir, arguments.steps, cache_dir)
     if arguments.samples:
         samples = {"totals": series.totals, "steps": series.steps}
         samples["processes"] = {pid: vars(process) for pid, process in series.processes.items()}
