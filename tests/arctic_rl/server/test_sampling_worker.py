@@ -391,6 +391,7 @@ def test_the_environment_follows_the_spec(tmp_path):
         "OMP_NUM_THREADS": "2",
         "OMP_WAIT_POLICY": "passive",
         "TORCHDYNAMO_DISABLE": "1",
+        "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
     }
     assert engine_environment(spec(device="cuda")) == {"VLLM_NO_USAGE_STATS": "1"}
 
