@@ -100,6 +100,7 @@ class SamplingSpec:
                     f"{PROTECTED_ENGINE_ARGS[name]}; leave it out"
                 )
 
+
 ONEDNN_KERNELS = "64"
 """Kernels that oneDNN keeps compiled in an engine on CPUs; a step takes less than ten."""
 
