@@ -70,6 +70,7 @@ class BuiltinBackend(RemoteBackend):
         self._placed: dict[str, WorkerPlacement] = {}
         self._process_ids: dict[str, list[int]] = {}
         self._supervisor: EngineSupervisor | None = None
+        self._suspects: list[str] = []
         self._asleep_at: int | None = None
 
     @classmethod
@@ -114,6 +115,7 @@ class BuiltinBackend(RemoteBackend):
         try:
             await asyncio.wait_for(setups, self._config.startup_timeout_s)
         except TimeoutError as error:
+            self._suspects = list(self._actors)
             tails = "\n".join(self._tail(name) for name in self._actors)
             raise ArcticError(
                 f"the workers were not up within trainer.arctic_rl.startup_timeout_s={self._config.startup_timeout_s}:"
@@ -138,6 +140,7 @@ class BuiltinBackend(RemoteBackend):
 
         The engines come first: vLLM measures how much memory a GPU has left for its cache.
         """
+        await self._note_processes()
         if self._reservation is None or not self._config.colocate_all:
             training = (self._setup_training(job, steps) for job, steps in horizons.items())
             await asyncio.gather(*training, self._setup_sampling())
@@ -318,7 +321,7 @@ class BuiltinBackend(RemoteBackend):
         import ray
 
         dead = [name for name, watch in self._watches.items() if _failed(watch) and name in self._placed]
-        for name in dead if self._supervisor is None else [*dead, *self._supervisor.dead()]:
+        for name in {*dead, *self._suspects, *([] if self._supervisor is None else self._supervisor.dead())}:
             await self._end(name)
         self._stop_watching()
         shutdowns = [self._actors[name].shutdown.remote() for name in self._names("sampling")]
@@ -372,12 +375,10 @@ class BuiltinBackend(RemoteBackend):
 
     async def _supervise(self) -> None:
         """From now on, look for signs of life, and restart engines."""
-        names = list(self._actors)
-        process_ids = await self._call_all(names, "process_ids")
-        self._process_ids = dict(zip(names, process_ids, strict=True))
+        await self._note_processes()
         self._stop_watching()
         engines = self._names("sampling")
-        self._begin_watching({name: self._watched(name) for name in names if name not in engines})
+        self._begin_watching({name: self._watched(name) for name in self._actors if name not in engines})
         self._supervisor = EngineSupervisor(
             self._actors,
             watch=self._watched,
@@ -387,6 +388,11 @@ class BuiltinBackend(RemoteBackend):
             may_restart_now=lambda: self._asleep_at is None,
         )
         self._supervisor.watch(engines)
+
+    async def _note_processes(self) -> None:
+        """Ask every worker for its processes, which may have to be killed when it no longer answers."""
+        names = list(self._actors)
+        self._process_ids = dict(zip(names, await self._call_all(names, "process_ids"), strict=True))
 
     async def _replace_engine(self, name: str) -> None:
         """Start an engine anew, with the current weights, in the state that the others are in.

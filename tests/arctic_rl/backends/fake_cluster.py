@@ -243,7 +243,8 @@ def fake_backend(monkeypatch, tmp_path, *, engines=2, most=8, timeout_s=30.0):
     monkeypatch.setattr(builtin, "kill_processes", cluster.kill_processes)
     monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "here"))
     monkeypatch.setattr(ray, "wait", lambda refs, **options: (refs, []))
-    monkeypatch.setattr(ray, "kill", lambda actor: actor.die())
+    # A process that stands still does not read what Ray tells it.
+    monkeypatch.setattr(ray, "kill", lambda actor: None if actor.stopped else actor.die())
     config = ServerConfig(
         policy=TRAINED,
         critic=dataclasses.replace(TRAINED, role="critic", value_head="value_head"),
