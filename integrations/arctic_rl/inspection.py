@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from .adapter_checks import adapter_problems
 from .checks import setting_problems
 from .preflight import checkpoint_problems, data_problems, model_kind_problems, model_problems, tracker_problems
 from .recipe_checks import import_recipe_modules, recipe_problems, worker_count_problems
@@ -43,6 +44,8 @@ def inspect_config(cfg: Any, unknown: Sequence[str] = ()) -> Findings:
     named = _settings_of(refused)
     refused += [line for line in setting_problems(cfg) if setting_of(line) not in named]
     refused += model_kind_problems(cfg)
+    named = _settings_of(refused)
+    refused += [line for line in adapter_problems(cfg) if setting_of(line) not in named]
     named = _settings_of(refused)
     refused = [*(line for line in unknown if setting_of(line) not in named), *refused]
     ignored = without_effect(cfg, refused=_settings_of(refused))

@@ -121,7 +121,7 @@ def _training_spec(cfg: Any, role: str, threads: int, device: Literal["cpu", "cu
         policy_loss=packed_policy_loss(cfg) if is_policy else None,
         value_head=trainer.algorithm.value_head_prefix if is_critic else None,
         fresh_value_head=is_critic and path == trainer.policy.model.path,
-        lora=_lora_spec(cfg, role) if role != "ref" and vars(trainer)[role].model.lora.rank > 0 else None,
+        lora=adapters(cfg, role) if role != "ref" and vars(trainer)[role].model.lora.rank > 0 else None,
         deepspeed={} if role == "ref" else copy.deepcopy(dict(trainer.arctic_rl.deepspeed)),
         attention=trainer.arctic_rl.attention,
         use_liger=trainer.arctic_rl.use_liger,
@@ -133,7 +133,7 @@ def _model_config(cfg: Any, role: str) -> dict[str, Any]:
     return {} if cfg.trainer.strategy == "megatron" else dict(vars(cfg.trainer)[role].model_config_kwargs)
 
 
-def _lora_spec(cfg: Any, role: str) -> LoraSpec:
+def adapters(cfg: Any, role: str) -> LoraSpec:
     """The adapters of the policy, or of the critic, which SkyRL initialises in one way alone."""
     lora = vars(cfg.trainer)[role].model.lora
     is_policy = role == "policy"
