@@ -7,6 +7,7 @@ import contextlib
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, MutableMapping
+from contextvars import ContextVar
 from typing import Any
 
 from ..errors import ArcticError, WorkerDiedError
@@ -17,6 +18,10 @@ logger = logging.getLogger(__name__)
 SETTING = "trainer.arctic_rl.max_engine_restarts"
 DEATH_GRACE_S = 5.0
 """Seconds in which a failure that a death caused is followed by the news of that death."""
+
+
+_RESTARTED: ContextVar[str | None] = ContextVar("restarted", default=None)
+"""The engine that the running task, or the one that started it, brings up again."""
 
 
 class EngineSupervisor:
@@ -62,6 +67,11 @@ class EngineSupervisor:
         for name in names:
             self._begin(name)
 
+    @property
+    def restarts(self) -> int:
+        """Engines that were started anew, or are being."""
+        return self._count
+
     def take_metrics(self) -> dict[str, float]:
         """``generate/engine_restarts`` and ``generate/requests_run_again`` since the last call, where there were
         some."""
@@ -87,8 +97,8 @@ class EngineSupervisor:
                     self._news["requests_run_again"] += 1
 
     def restarts_here(self, name: str) -> bool:
-        """Whether this is the task that restarts an engine, whose calls must not wait for its own end."""
-        return name in self._restarts and asyncio.current_task() is self._restarts[name]
+        """Whether this is part of an engine's restart, whose calls must not wait for its end."""
+        return _RESTARTED.get() == name
 
     def dead(self) -> list[str]:
         """Engines that died and are not up again."""
@@ -134,6 +144,7 @@ class EngineSupervisor:
                     f"worker {name} died ({cause}), and {SETTING}={self._most} restarts were made\n"
                     f"{self._last_words(name)}"
                 )
+            _RESTARTED.set(name)
             self._count += 1
             self._news["engine_restarts"] += 1
             logger.warning(
