@@ -21,6 +21,7 @@ from .scoring_checks import scoring_problems
 from .server.sampling_spec import PROTECTED_ENGINE_ARGS
 from .server.schedule import schedule_problems
 from .server_config import server_config
+from .server_url import url_problem
 from .support.leaves import MISSING, skyrl_leaves, value_of
 
 
@@ -93,10 +94,11 @@ def _backend(cfg: Any) -> Iterator[str]:
                 "too, or leave server_url out"
             )
         return
-    if arctic.server_url is None or not arctic.server_url.startswith(("http://", "https://")):
+    problem = url_problem(arctic.server_url)
+    if problem is not None:
         yield (
-            f"{PREFIX}.comm_protocol=http needs {PREFIX}.server_url, which is {arctic.server_url!r}: write the URL "
-            "that python -m integrations.arctic_rl.server printed"
+            f"{PREFIX}.comm_protocol=http needs {PREFIX}.server_url, which is {arctic.server_url!r} and {problem}: "
+            "write the URL that python -m integrations.arctic_rl.server printed"
         )
     if arctic.backend not in ("builtin", "http"):
         yield (

@@ -6,11 +6,8 @@ import asyncio
 import contextlib
 import dataclasses
 import json
-import logging
-import os
-import ssl
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 import httpx
@@ -18,27 +15,21 @@ import httpx
 from ..errors import ArcticError, ConfigError, WorkerDiedError
 from ..server.http.errors import from_answer
 from ..server.http.gate import REQUEST_ID, WIRE_VERSION
-from ..server.http.settings import TOKEN_VARIABLE
 from ..server.plain import to_plain
 from ..server.specs import ServerConfig
+from ..server_url import url_problem
 from ..wire.body import CONTENT_TYPE, VERSION, decode_answer, encode
 from .base import Batch, InFlight, RemoteBackend
 from .handle import BackendHandle
-from .merged_calls import MergedCalls
-
-logger = logging.getLogger(__name__)
+from .http_connection import CONNECT_TIMEOUT_S, connection_error, is_final, open_client, token_headers
+from .prompt_streams import Deliver, PromptStreams
 
 T = TypeVar("T")
 
-CA_VARIABLE = "ARCTIC_RL_CA_FILE"
-"""Environment variable with the certificate file of a server that no public authority has signed."""
 TRIES = 5
 """Times that a request is sent while the connection fails."""
 FIRST_PAUSE_S = 0.5
 """Pause before the second try; each further one is twice as long."""
-CONNECT_TIMEOUT_S = 10.0
-MOST_STREAMS, REQUESTS_A_STREAM = 256, 512
-"""Connections on which samples come; more requests share them, so that neither side runs out of open files."""
 JOB = "server"
 
 
@@ -58,8 +49,9 @@ class HttpBackend(RemoteBackend):
 
     def __init__(self, config: ServerConfig, handle: BackendHandle | None = None) -> None:
         url = config.server_url if handle is None else handle.address
-        if not url or not url.startswith(("http://", "https://")):
-            raise ConfigError(f"trainer.arctic_rl.server_url={url!r} must begin with http:// or https://")
+        problem = url_problem(url)
+        if problem is not None:
+            raise ConfigError(f"trainer.arctic_rl.server_url={url!r} {problem}")
         self._url = url.rstrip("/")
         self._config = (
             None if handle is not None else to_plain(dataclasses.replace(config, server_url=None, env_vars={}))
@@ -71,7 +63,7 @@ class HttpBackend(RemoteBackend):
         self._attached = handle is not None
         self._client: httpx.AsyncClient | None = None
         self._signs: asyncio.Task | None = None
-        self._streams = MergedCalls(self._sample, most=MOST_STREAMS, largest=REQUESTS_A_STREAM)
+        self._prompts = PromptStreams(self._stream, self._retried)
 
     @classmethod
     def from_config(cls, config: ServerConfig, handle: BackendHandle | None = None) -> HttpBackend:
@@ -112,26 +104,8 @@ class HttpBackend(RemoteBackend):
         return await self._call("step", job=job)
 
     async def generate(self, requests: list[dict]) -> list[dict]:
-        return await self._streams.ask(requests)
-
-    async def _sample(self, requests: Sequence[dict], arrived: Callable[[int, dict], None]) -> None:
-        """Answers to requests over one stream, and over another one where its connection fails."""
-        pause, left = FIRST_PAUSE_S, list(range(len(requests)))
-
-        def note(index: int, result: dict) -> None:
-            left.remove(index)
-            arrived(index, result)
-
-        for attempt in range(TRIES):
-            if not left:
-                break
-            try:
-                await self._while_alive(self._stream(requests, list(left), note))
-            except httpx.TransportError as error:
-                if attempt == TRIES - 1:
-                    raise self._unreachable(error) from error
-                await asyncio.sleep(pause)
-                pause *= 2
+        self._job_path()
+        return await self._prompts.ask(requests)
 
     async def sync_weights(self, *, keep_cache: bool = False) -> int:
         return await self._call("sync_weights", keep_cache=keep_cache)
@@ -207,6 +181,7 @@ class HttpBackend(RemoteBackend):
 
     async def _close(self) -> None:
         self._job_id = None
+        self._prompts.close()
         if self._signs is not None:
             self._signs.cancel()
         if self._client is not None:
@@ -224,18 +199,18 @@ class HttpBackend(RemoteBackend):
         result, rows = await asyncio.to_thread(decode_answer, answer.content, batch)
         return result if rows is None else result | {"batch": rows}
 
-    async def _stream(self, requests: Sequence[dict], left: list[int], note: Callable[[int, dict], None]) -> None:
-        """Answers to the requests numbered ``left``, each noted as it comes."""
-        path = f"{self._job_path()}/generate"
-        asked = {"requests": [requests[index] for index in left]}
-        async with self._connection().stream("POST", self._url + path, json=asked, headers=self._headers()) as answer:
+    async def _stream(self, requests: list[dict[str, Any]], deliver: Deliver) -> None:
+        """Ask once, and hand each response or error over as it comes."""
+        url = f"{self._url}{self._job_path()}/generate"
+        async with self._connection().stream(
+            "POST", url, json={"requests": requests}, headers=self._headers()
+        ) as answer:
             if answer.status_code != 200:
-                raise from_answer(answer.status_code, _json(await answer.aread()), self._url + path)
+                raise from_answer(answer.status_code, _json(await answer.aread()), url)
             async for line in answer.aiter_lines():
                 item = json.loads(line)
-                if "result" not in item:
-                    raise from_answer(item["status"], item, self._url + path)
-                note(left[item["index"]], item["result"])
+                result = item["result"] if "result" in item else from_answer(item["status"], item, url)
+                deliver(item["index"], result)
 
     async def _send(
         self, method: str, path: str, *, timeout_s: float | None = None, tries: int = TRIES, **content: Any
@@ -247,22 +222,30 @@ class HttpBackend(RemoteBackend):
         """
         headers = {**self._headers(), **content.pop("headers", {}), REQUEST_ID: uuid.uuid4().hex}
         timeout = httpx.Timeout(timeout_s, connect=CONNECT_TIMEOUT_S)
+
+        def request() -> Awaitable[httpx.Response]:
+            return self._connection().request(method, self._url + path, headers=headers, timeout=timeout, **content)
+
+        answer = await self._retried(request, tries)
+        if answer.is_success:
+            return answer
+        raise from_answer(answer.status_code, _json(answer.content), self._url + path)
+
+    async def _retried(self, attempt: Callable[[], Awaitable[T]], tries: int = TRIES) -> T:
+        """The outcome of the first try whose connection holds.
+
+        Raises:
+            ArcticError: none does, or the server is silent for its whole lease.
+        """
         pause = FIRST_PAUSE_S
-        for attempt in range(tries):
+        for number in range(1, tries + 1):
             try:
-                request = self._connection().request(
-                    method, self._url + path, headers=headers, timeout=timeout, **content
-                )
-                answer = await self._while_alive(request)
+                return await self._while_alive(attempt())
             except httpx.TransportError as error:
-                if attempt == tries - 1:
-                    raise self._unreachable(error) from error
-                await asyncio.sleep(pause)
-                pause *= 2
-                continue
-            if answer.is_success:
-                return answer
-            raise from_answer(answer.status_code, _json(answer.content), self._url + path)
+                if number == tries or is_final(error):
+                    raise connection_error(error, self._url) from error
+            await asyncio.sleep(pause)
+            pause *= 2
         raise AssertionError("every try returns or raises")
 
     async def _while_alive(self, call: Awaitable[T]) -> T:
@@ -291,7 +274,7 @@ class HttpBackend(RemoteBackend):
                 answer = await self._connection().get(url, headers=self._headers(), timeout=CONNECT_TIMEOUT_S)
             except httpx.TransportError as error:
                 if asyncio.get_running_loop().time() - silent_since > self._lease_s:
-                    raise self._unreachable(error) from error
+                    raise connection_error(error, self._url) from error
             else:
                 silent_since = asyncio.get_running_loop().time()
                 if not answer.is_success:
@@ -300,30 +283,16 @@ class HttpBackend(RemoteBackend):
 
     def _connection(self) -> httpx.AsyncClient:
         if self._client is None:
-            authority = os.environ.get(CA_VARIABLE)
-            verify: Any = True if authority is None else ssl.create_default_context(cafile=authority)
-            limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
-            self._client = httpx.AsyncClient(
-                verify=verify, limits=limits, trust_env=False, timeout=httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
-            )
+            self._client = open_client()
         return self._client
 
     def _headers(self) -> dict[str, str]:
-        headers = {WIRE_VERSION: str(VERSION)}
-        if TOKEN_VARIABLE in os.environ:
-            headers["authorization"] = f"Bearer {os.environ[TOKEN_VARIABLE]}"
-        return headers
+        return {WIRE_VERSION: str(VERSION), **token_headers()}
 
     def _job_path(self) -> str:
         if self._job_id is None:
             raise ArcticError(f"no job of this run is on {self._url}: call initialize first")
         return f"/v1/jobs/{self._job_id}"
-
-    def _unreachable(self, error: Exception) -> ArcticError:
-        return WorkerDiedError(
-            f"the server at trainer.arctic_rl.server_url={self._url!r} cannot be reached "
-            f"({type(error).__name__}: {error}): is it running, and is the address right?"
-        )
 
 
 def _json(body: bytes) -> Any:

@@ -24,6 +24,7 @@ from .checks import check_batch, check_processing, check_prompt, folder_inside
 from .errors import HttpError, status_of, to_answer
 from .gate import REQUEST_ID, Gate
 from .job import Job, Jobs
+from .replay import Replays
 from .settings import HttpSettings
 
 logger = logging.getLogger(__name__)
@@ -60,6 +61,7 @@ class Metrics:
         self._seconds.labels(call).observe(seconds)
 
 
+_PAGES = {"redoc_url": None, "swagger_ui_oauth2_redirect_url": None}
 _NAMES = {*CALLS, "jobs", "generate", "fwd_no_grad", "fwd_bwd", "healthz", "metrics"}
 
 
@@ -83,7 +85,7 @@ def make_app(settings: HttpSettings) -> Gate:
                 await watch
             await jobs.stop_running()
 
-    app = FastAPI(title="Arctic RL server", version=str(VERSION), lifespan=lifespan)
+    app = FastAPI(title="Arctic RL server", version=str(VERSION), lifespan=lifespan, **_PAGES)
     _add_error_handlers(app)
     _add_status(app, jobs, metrics)
     _add_jobs(app, jobs, settings)
@@ -98,8 +100,11 @@ def _add_error_handlers(app: FastAPI) -> None:
     async def answer(request: Request, error: Exception) -> JSONResponse:
         status, headers = status_of(error), None
         if isinstance(error, HTTPException):
-            error, headers = HttpError(f"{request.url.path}: {error.detail}", error.status_code), error.headers
-            status = error.status
+            cause, headers = error.__cause__, error.headers
+            if not isinstance(cause, HttpError):
+                because = "" if cause is None else f": {cause}"
+                cause = HttpError(f"{request.url.path}: {error.detail}{because}", error.status_code)
+            error, status = cause, cause.status
         elif isinstance(error, RequestValidationError):
             problems = "; ".join(f"{_place(item['loc'])}: {item['msg']}" for item in error.errors()[:10])
             error, status = HttpError(problems, 422), 422
@@ -126,16 +131,16 @@ def _add_status(app: FastAPI, jobs: Jobs, metrics: Metrics) -> None:
 
 
 def _add_jobs(app: FastAPI, jobs: Jobs, settings: HttpSettings) -> None:
-    starting: dict[str, asyncio.Task] = {}
+    starts = Replays(kept=8)
+
+    async def begin(new: NewJob) -> dict[str, Any]:
+        job = await jobs.start(new)
+        return {"job_id": job.job_id, "dp_sizes": job.jobs(), "lease_s": settings.lease_s}
 
     @app.post("/v1/jobs", status_code=201, summary="Start the workers of a run")
     async def start(request: Request, new: NewJob) -> dict[str, Any]:
-        key = request.state.request_id
-        if key not in starting:
-            starting.clear()
-            starting[key] = asyncio.ensure_future(jobs.start(new))
-        job = await asyncio.shield(starting[key])
-        return {"job_id": job.job_id, "dp_sizes": job.jobs(), "lease_s": settings.lease_s}
+        asked = _fingerprint("start", new.model_dump())
+        return await starts.once(request.state.request_id, asked, lambda: begin(new))
 
     @app.get("/v1/jobs/{job_id}", summary="A sign of life of a job's client")
     async def renew(job_id: str) -> dict[str, Any]:
@@ -167,13 +172,8 @@ def _add_call(app: FastAPI, jobs: Jobs, settings: HttpSettings, name: str, call:
         if "settings" in values:
             save_path = values["settings"]["save_path"]
             values["settings"]["save_path"] = folder_inside(settings.storage_root, save_path)
-        return NumbersResponse(
-            {
-                "value": await _carried_out(
-                    job, request, settings, call.changes, values, name, lambda: _run(job, name, values)
-                )
-            }
-        )
+        value = await _carried_out(job, request, settings, call.changes, values, name, lambda: _run(job, name, values))
+        return NumbersResponse({"value": value})
 
     endpoint.__annotations__["arguments"] = Annotated[kind, Body()]
     app.post(f"/v1/jobs/{{job_id}}/{name}", name=name, summary=f"RemoteBackend.{name}")(endpoint)
@@ -285,9 +285,14 @@ async def _carried_out(
         return await _in_time(start(), settings)
     if REQUEST_ID not in request.headers:
         raise HttpError(f"{name} changes the server's state: send a {REQUEST_ID} of its own with each such request")
+    once = job.replays.once(request.headers[REQUEST_ID], _fingerprint(name, asked), start)
+    return await _in_time(once, settings)
+
+
+def _fingerprint(name: str, asked: bytes | dict[str, Any]) -> str:
+    """Of a call and what it takes."""
     content = asked if isinstance(asked, bytes) else json.dumps(asked, sort_keys=True).encode()
-    fingerprint = hashlib.blake2b(name.encode() + b"\0" + content).hexdigest()
-    return await _in_time(job.replays.once(request.headers[REQUEST_ID], fingerprint, start), settings)
+    return hashlib.blake2b(name.encode() + b"\0" + content).hexdigest()
 
 
 async def _in_time(call: Awaitable[Any], settings: HttpSettings) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from collections.abc import Iterable, Mapping
@@ -28,6 +29,7 @@ _NUMBERS = (
 _CODE = ("_cls", "_plugin", "logits_processors", "distributed_executor_backend")
 """Ends of the names of vLLM's engine arguments that are paths of Python code."""
 _SENT_PARAMS = {*NEUTRAL, "max_tokens", "detokenize"}
+_LARGEST = 2**31 - 1
 _META = ("temperature", "max_token_len_per_gpu", "zorro_train_enable")
 _COUNTS = ("batch_num_tokens", "global_batch_size", "dp_size")
 
@@ -60,10 +62,10 @@ def check_config(config: ServerConfig, settings: HttpSettings) -> None:
     wanted += [module for spec in others for module in spec.processor_modules]
     for name in wanted:
         _check_allowed("a job", name, settings.allowed_modules)
-    for name, value in config.sampling.engine_kwargs.items():
-        if name.endswith(_CODE):
-            for path in value if isinstance(value, list) else [value]:
-                _check_allowed(f"the engine argument {name}=", str(path), settings.allowed_modules)
+    _check_engine_args(config.sampling.engine_kwargs, settings)
+    workers = config.policy_ranks + config.critic_ranks + config.ref_ranks + config.engines
+    if workers > settings.max_workers:
+        raise HttpError(f"the job has {workers} workers; the server's max_workers={settings.max_workers}")
     models = {config.policy.model_path, config.sampling.model_path}
     models |= {spec.model_path for spec in others}
     for model in sorted(models):
@@ -71,6 +73,39 @@ def check_config(config: ServerConfig, settings: HttpSettings) -> None:
             raise HttpError(
                 f"the model {model!r} is not among the server's allowed_models={settings.allowed_models}", 403
             )
+        if not settings.allowed_models and _brings_code(model):
+            raise HttpError(
+                f"the model {model!r} brings code of its own, which is run only where the server's allowed_models "
+                "names the model",
+                403,
+            )
+
+
+def _check_engine_args(arguments: Mapping[str, Any], settings: HttpSettings) -> None:
+    for name, value in arguments.items():
+        if name.endswith(_CODE):
+            for path in value if isinstance(value, list) else [value]:
+                _check_allowed(f"the engine argument {name}=", str(path), settings.allowed_modules)
+        elif not isinstance(value, bool | int | float | None) and name not in settings.allowed_engine_args:
+            raise HttpError(
+                f"the engine argument {name}={value!r} could name files or code: it is not among the server's "
+                f"allowed_engine_args={settings.allowed_engine_args}",
+                403,
+            )
+
+
+def _brings_code(model: str) -> bool:
+    """Whether the files of a model name Python code that loading it would run; one that is not found brings none."""
+    from transformers.utils import cached_file
+
+    for name in ("config.json", "tokenizer_config.json"):
+        try:
+            path = cached_file(model, name, _raise_exceptions_for_missing_entries=False)
+        except OSError:
+            return False
+        if path is not None and "auto_map" in json.loads(Path(path).read_text(encoding="utf-8")):
+            return True
+    return False
 
 
 def check_processing(processing: Any, settings: HttpSettings) -> None:
@@ -148,8 +183,9 @@ def check_prompt(prompt: Prompt) -> dict[str, Any]:
     Raises:
         HttpError: for token ids and sampling parameters that no engine takes.
     """
-    if min(prompt.prompt_token_ids) < 0:
-        raise HttpError(f"prompt_token_ids holds the negative id {min(prompt.prompt_token_ids)}")
+    for token_id in (min(prompt.prompt_token_ids), max(prompt.prompt_token_ids)):
+        if not 0 <= token_id <= _LARGEST:
+            raise HttpError(f"prompt_token_ids holds {token_id}, which is no token id")
     params = dict(prompt.params)
     for name in params:
         if name not in _SENT_PARAMS:
@@ -160,8 +196,12 @@ def check_prompt(prompt: Prompt) -> dict[str, Any]:
     if isinstance(params["logit_bias"], dict):
         params["logit_bias"] = _int_keys(params["logit_bias"])
     problems = sampling_problems({name: value for name, value in params.items() if name != "detokenize"})
-    if problems or not isinstance(params["detokenize"], bool):
+    if not isinstance(params["detokenize"], bool):
+        raise HttpError(f"params['detokenize']={params['detokenize']!r}: write true or false")
+    if problems:
         raise HttpError("; ".join(f"params[{item.name!r}]={item.value!r}: {item.why}" for item in problems))
+    if params["max_tokens"] > _LARGEST:
+        raise HttpError(f"params['max_tokens']={params['max_tokens']} is above {_LARGEST}")
     return {
         "prompt_token_ids": prompt.prompt_token_ids,
         "params": params,
@@ -173,9 +213,12 @@ def check_prompt(prompt: Prompt) -> dict[str, Any]:
 def _int_keys(biases: dict[str, Any]) -> dict[int, Any]:
     """JSON names every key a text."""
     try:
-        return {int(token): bias for token, bias in biases.items()}
+        result = {int(token): bias for token, bias in biases.items()}
     except ValueError as error:
         raise HttpError(f"params['logit_bias'] must map token ids to numbers: {error}") from error
+    if len(result) < len(biases):
+        raise HttpError("params['logit_bias'] names a token twice")
+    return result
 
 
 def _check_tensor(name: str, value: torch.Tensor) -> None:

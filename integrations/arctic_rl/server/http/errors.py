@@ -9,6 +9,7 @@ from ...errors import (
     CheckpointError,
     ConfigError,
     PlacementError,
+    RequestError,
     UnsupportedError,
     WorkerDiedError,
 )
@@ -21,11 +22,16 @@ _KINDS: dict[str, type[ArcticError]] = {
         CheckpointError,
         ConfigError,
         PlacementError,
+        RequestError,
         UnsupportedError,
         WorkerDiedError,
         WireError,
     )
 }
+
+
+_REFUSED = (400, 408, 413, 422, 429)
+"""Statuses of requests that are refused for what they are."""
 
 
 class HttpError(ArcticError):
@@ -66,4 +72,5 @@ def from_answer(status: int, answer: Any, url: str) -> ArcticError:
     if not isinstance(error, dict) or not isinstance(error.get("message"), str):
         return ArcticError(f"{url} answered with status {status}, and not as this server does: is the URL right?")
     message = f"{error['message']} (request {error.get('request_id')}, {url})"
-    return _KINDS.get(error.get("type", ""), ArcticError)(message)
+    other = RequestError if status in _REFUSED else ArcticError
+    return _KINDS.get(str(error.get("type")), other)(message)

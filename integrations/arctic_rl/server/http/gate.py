@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import json
 import logging
@@ -95,14 +96,23 @@ class Gate:
             )
 
     def _limited(self, receive: Receive) -> Receive:
-        """Counts what arrives: a body in chunks announces no length."""
-        size = 0
+        """Counts what arrives, as a body in chunks announces no length, and refuses one that does not go on."""
+        size, whole = 0, False
 
         async def counted() -> dict[str, Any]:
-            nonlocal size
-            message = await receive()
+            nonlocal size, whole
+            if whole:
+                return await receive()
+            limit = self._settings.body_timeout_s
+            try:
+                message = await asyncio.wait_for(receive(), limit)
+            except TimeoutError as error:
+                raise HttpError(
+                    f"the body stopped after {size} bytes: nothing came in the server's body_timeout_s={limit}", 408
+                ) from error
             size += len(message.get("body", b""))
             self._check_size(size)
+            whole = not message.get("more_body", False)
             return message
 
         return counted

@@ -92,7 +92,9 @@ class Jobs:
         """
         if self._changing.locked() or self._job is not None:
             raise HttpError(
-                "a job is running already: the server runs one at a time; wait for its end, or stop it", 409
+                "a job is running already: the server runs one at a time; it ends with its run, or when its client "
+                f"has been silent for lease_s={self._settings.lease_s}",
+                409,
             )
         async with self._changing:
             config = from_plain(ServerConfig, new.config)
@@ -102,7 +104,7 @@ class Jobs:
                 raise HttpError(
                     "config.env_vars: the server's workers get the server's own environment; leave it empty"
                 )
-            check_config(config, self._settings)
+            await asyncio.to_thread(check_config, config, self._settings)
             logs = folder_inside(self._settings.storage_root, os.path.join(LOG_FOLDER, config.run_id))
             # Not the client's: what carries a run's id is killed at its end, and the client may be on this machine.
             config = dataclasses.replace(config, log_dir=logs, run_id=f"server-{uuid.uuid4().hex[:12]}")

@@ -49,12 +49,19 @@ class HttpSettings:
     """Prompts of ``generate`` that may be under way at once."""
     request_timeout_s: float = 3600.0
     """Seconds after which a request is answered with status 504; the call itself goes on."""
+    body_timeout_s: float = 60.0
+    """Seconds without a further byte of a request's body after which it is refused."""
     lease_s: float = 120.0
     """Seconds without a sign of life from its client after which a job is stopped."""
     allowed_modules: list[str] = field(default_factory=list)
     """Modules whose functions a request may name by a dotted path, or ask to import."""
     allowed_models: list[str] = field(default_factory=list)
-    """Models that a job may load: folders, below which everything is allowed, and hub names; empty = any."""
+    """Models that a job may load: folders, below which everything is allowed, and hub names; empty = any that brings
+    no code of its own."""
+    allowed_engine_args: list[str] = field(default_factory=list)
+    """Engine arguments that a job may set to a text, a list or a mapping; numbers, true and false need no leave."""
+    max_workers: int = 64
+    """Most training ranks and engines of a job."""
 
     def __post_init__(self) -> None:
         hints = typing.get_type_hints(type(self))
@@ -69,10 +76,10 @@ class HttpSettings:
             raise ConfigError("\n".join(problems))
 
     def _range_problems(self) -> typing.Iterator[str]:
-        for name, low in (("max_body_mb", 1), ("max_cells", 1), ("max_requests", 1)):
+        for name, low in (("max_body_mb", 1), ("max_cells", 1), ("max_requests", 1), ("max_workers", 2)):
             if vars(self)[name] < low:
                 yield f"{name}={vars(self)[name]} must be at least {low}"
-        for name in ("request_timeout_s", "lease_s"):
+        for name in ("request_timeout_s", "body_timeout_s", "lease_s"):
             if vars(self)[name] <= 0:
                 yield f"{name}={vars(self)[name]} must be above 0"
         if not 0 <= self.port < 65536:
@@ -82,13 +89,26 @@ class HttpSettings:
         for name in ("tls_certificate", "tls_key"):
             if vars(self)[name] is not None and not Path(vars(self)[name]).is_file():
                 yield f"{name}={vars(self)[name]!r} is not a file"
-        if self.token is not None and len(self.token) < 16:
-            yield f"the token in {TOKEN_VARIABLE} has {len(self.token)} characters: write at least 16"
+        problem = None if self.token is None else token_problem(self.token)
+        if problem is not None:
+            yield problem
         if self.token is None and not is_loopback(self.host):
             yield (
                 f"host={self.host!r} is open to a network: set {TOKEN_VARIABLE} to a token of at least 16 characters "
                 "in the environment of the server and of its clients, or listen on 127.0.0.1"
             )
+
+
+def token_problem(token: str) -> str | None:
+    """What is wrong with a bearer token; None = nothing. The token itself is not told."""
+    if len(token) < 16:
+        return f"the token in {TOKEN_VARIABLE} has {len(token)} characters: write at least 16"
+    if not token.isascii() or not token.isprintable() or token != token.strip():
+        return (
+            f"the token in {TOKEN_VARIABLE} does not fit into a header: write printable ASCII characters, without a "
+            "space or a line break at its ends"
+        )
+    return None
 
 
 def is_loopback(host: str) -> bool:
