@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -103,24 +103,51 @@ def meta(served: Served, job: str = "policy") -> dict[str, Any]:
 
 
 def expected_log_probs(model_path: str | Path) -> torch.Tensor:
-    """[B, R] of the sample rows from ``transformers``, a row at a time, 0 outside."""
+    """[B, R] of the sample rows from ``transformers``, 0 outside."""
+    with torch.no_grad():
+        return _log_probs(_reference(model_path)).float()
+
+
+@dataclass(frozen=True)
+class ExpectedUpdate:
+    """One mini-batch of the sample rows on ``transformers``, in float64."""
+
+    loss: float
+    """The clipped surrogate, a mean over tokens, clip range 0.2."""
+    grad_norm: float
+    """L2 norm of its gradient, before clipping."""
+    weight_norm: float
+    """L2 norm of the weights, tied ones once."""
+
+
+def expected_update(model_path: str | Path) -> ExpectedUpdate:
+    model = _reference(model_path)
+    rows, ratio = batch(), (_log_probs(model) + 2.0).exp()
+    surrogate = torch.minimum(ratio * rows["advantages"], ratio.clamp(0.8, 1.2) * rows["advantages"])
+    loss = -(surrogate * rows["loss_mask"]).sum() / rows["loss_mask"].sum()
+    loss.backward()
+
+    def norm(tensors: Iterable[torch.Tensor]) -> float:
+        return float(torch.stack([tensor.square().sum() for tensor in tensors]).sum().sqrt())
+
+    weights = list(model.parameters())
+    return ExpectedUpdate(float(loss), norm(w.grad for w in weights), norm(w.detach() for w in weights))
+
+
+def _reference(model_path: str | Path) -> torch.nn.Module:
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
-    result = torch.zeros(len(PROMPTS), max(map(len, RESPONSES)))
-    for index, (prompt, response) in enumerate(zip(PROMPTS, RESPONSES, strict=True)):
-        with torch.no_grad():
-            logits = model(torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1]
-        of_tokens = logits.double().log_softmax(-1).gather(1, torch.tensor(response)[:, None])
-        result[index, : len(response)] = of_tokens[:, 0].float()
-    return result
+    return AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float64).eval()
 
 
-def expected_loss(model_path: str | Path) -> float:
-    """The clipped surrogate, a mean over tokens, clip range 0.2."""
-    rows, ratio = batch(), (expected_log_probs(model_path) + 2.0).exp()
-    surrogate = torch.minimum(ratio * rows["advantages"], ratio.clamp(0.8, 1.2) * rows["advantages"])
-    return float(-(surrogate * rows["loss_mask"]).sum() / rows["loss_mask"].sum())
+def _log_probs(model: torch.nn.Module) -> torch.Tensor:
+    """[B, R] of the sample rows, a row at a time."""
+    rows = []
+    for prompt, response in zip(PROMPTS, RESPONSES, strict=True):
+        logits = model(torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1]
+        of_tokens = logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None])[:, 0]
+        rows.append(torch.nn.functional.pad(of_tokens, (0, max(map(len, RESPONSES)) - len(response))))
+    return torch.stack(rows)
 
 
 UPDATE = {"loss_fn": "grpo", "config": {"clip_ratio": 0.2, "loss_agg_mode": "token-mean"}}
@@ -190,13 +217,15 @@ class BackendContract:
         self, served: Served, model_path: Path, tmp_path: Path
     ) -> None:
         before, norm = served.log_probs(), served.run("weight_norm", "policy")
+        expected = expected_update(model_path)
+        assert norm == pytest.approx(expected.weight_norm, rel=1e-5)
         result = served.run("fwd_bwd", batch(), meta(served), UPDATE)
-        assert result["avg_loss"] == pytest.approx(expected_loss(model_path), abs=1e-4)
+        assert result["avg_loss"] == pytest.approx(expected.loss, abs=1e-4)
         assert result["metrics"]["pg_loss"] == pytest.approx(result["avg_loss"], abs=1e-6)
         assert served.run("weight_norm", "policy") == norm
         step = served.run("step")
         assert step["lr"] == LR
-        assert step["grad_norm"] > 0
+        assert step["grad_norm"] == pytest.approx(expected.grad_norm, rel=1e-3), "whatever the number of ranks"
         assert served.run("weight_norm", "policy") != norm
         after = served.log_probs()
         assert not torch.allclose(after, before, atol=1e-3)
@@ -244,10 +273,12 @@ class BackendContract:
 
     def test_what_cannot_be_served_is_refused_and_changes_nothing(self, served: Served) -> None:
         norm = served.run("weight_norm", "policy")
+        without_old = {name: value for name, value in batch().items() if name != "old_log_probs"}
         wrong = [
             ("a loss that is not known", batch(), {"loss_fn": "no_such_loss", "config": {}}),
             ("token ids that the model has not", _with_id(VOCABULARY + 3), UPDATE),
-            ("no old log-probs", {k: v for k, v in batch().items() if k != "old_log_probs"}, UPDATE),
+            ("no old log-probs", without_old, UPDATE),
+            ("old log-probs under another name", without_old | {"old_log_prob": batch()["old_log_probs"]}, UPDATE),
             ("tensors of another height", {**batch(), "advantages": batch()["advantages"][:2]}, UPDATE),
             ("a setting that is not known", batch(), {**UPDATE, "config": {"clip_ration": 0.2}}),
         ]
@@ -255,8 +286,18 @@ class BackendContract:
             with pytest.raises((ArcticError, ValueError)):
                 served.run("fwd_bwd", rows, meta(served), processing)
                 pytest.fail(f"{what} was taken")
-        with pytest.raises((ArcticError, ValueError)):
-            served.run("fwd_bwd", batch(), meta(served) | {"dp_size": None}, UPDATE)
+        ranks = served.backend.dp_size("policy")
+        counts = ("batch_num_tokens", "global_batch_size")
+        of_counts = [
+            meta(served) | {"dp_size": None},
+            meta(served) | {"dp_size": ranks + 1},
+            {name: value for name, value in meta(served).items() if name != "dp_size"},
+            {name: value for name, value in meta(served).items() if name not in counts},
+        ]
+        for scalars in of_counts:
+            with pytest.raises((ArcticError, ValueError)):
+                served.run("fwd_bwd", batch(), scalars, UPDATE)
+                pytest.fail(f"dp_size={scalars.get('dp_size')} was taken for {ranks} ranks")
         assert served.run("weight_norm", "policy") == norm
         served.run("fwd_bwd", batch(), meta(served), UPDATE)
         served.run("step")

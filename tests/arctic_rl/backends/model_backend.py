@@ -56,6 +56,8 @@ class ModelBackend(InProcessBackend):
 
     async def fwd_bwd(self, batch: dict, meta: dict, processing: dict, job: str = "policy") -> dict:
         self._awake("policy")
+        if meta.get("dp_size") != self.dp_size(job):
+            raise ArcticError(f"dp_size={meta.get('dp_size')} for {self.dp_size(job)} ranks")
         return await super().fwd_bwd(batch, meta, processing, job)
 
     async def generate(self, requests: list[dict]) -> list[dict]:

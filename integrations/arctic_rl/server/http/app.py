@@ -213,6 +213,7 @@ def _add_batch_calls(app: FastAPI, jobs: Jobs, settings: HttpSettings) -> None:
         job = jobs.get(job_id)
         values, batch, body = await read(request, ("job", "meta", "processing"), updates=True)
         job.check_serves(values["job"], trained=True)
+        job.check_ranks(values["job"], values["meta"]["dp_size"])
         result = await _carried_out(
             job,
             request,

@@ -54,6 +54,16 @@ class Job:
         if name not in known:
             raise HttpError(f"job {name!r} is not served: known are {', '.join(known)}")
 
+    def check_ranks(self, name: str, dp_size: int) -> None:
+        """Refuse an update whose loss is scaled for another number of ranks.
+
+        Raises:
+            HttpError: with the number of ranks.
+        """
+        ranks = self.backend.dp_size(name)
+        if dp_size != ranks:
+            raise HttpError(f"meta['dp_size']={dp_size}, but the job {name!r} has {ranks} ranks: send that number")
+
 
 class Jobs:
     """Starts a job, finds it, and stops it when its client asks or is gone.

@@ -7,9 +7,13 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from ...errors import ArcticError
 from .settings import HttpSettings, read_settings
+
+if TYPE_CHECKING:
+    import uvicorn
 
 KEEP_ALIVE_S = 75
 """Seconds that an idle connection stays open."""
@@ -30,22 +34,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(f"error: {error}")
 
 
-def serve(settings: HttpSettings) -> None:
-    """Run the server in this process.
+def uvicorn_config(settings: HttpSettings) -> uvicorn.Config:
+    """How uvicorn serves the application.
 
     Raises:
-        ArcticError: the port is taken.
+        ArcticError: the TLS files cannot be used.
     """
-    import ray
     import uvicorn
 
     from .app import make_app
-
-    class Server(uvicorn.Server):
-        async def startup(self, sockets: list | None = None) -> None:
-            await super().startup(sockets)
-            scheme = "http" if settings.tls_certificate is None else "https"
-            print(f"serving on {scheme}://{settings.host}:{socket.getsockname()[1]}", flush=True)
 
     config = uvicorn.Config(
         make_app(settings),
@@ -59,6 +56,32 @@ def serve(settings: HttpSettings) -> None:
         timeout_keep_alive=KEEP_ALIVE_S,
         lifespan="on",
     )
+    try:
+        config.load()
+    except OSError as error:
+        raise ArcticError(
+            f"tls_certificate={settings.tls_certificate!r} and tls_key={settings.tls_key!r} cannot be used ({error}): "
+            "give the PEM files of a certificate and of its key, without a passphrase"
+        ) from error
+    return config
+
+
+def serve(settings: HttpSettings) -> None:
+    """Run the server in this process.
+
+    Raises:
+        ArcticError: the port is taken, or the TLS files cannot be used.
+    """
+    import ray
+    import uvicorn
+
+    class Server(uvicorn.Server):
+        async def startup(self, sockets: list | None = None) -> None:
+            await super().startup(sockets)
+            scheme = "http" if settings.tls_certificate is None else "https"
+            print(f"serving on {scheme}://{settings.host}:{socket.getsockname()[1]}", flush=True)
+
+    config = uvicorn_config(settings)
     try:
         socket = config.bind_socket()
     except SystemExit as error:

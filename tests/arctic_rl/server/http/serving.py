@@ -9,7 +9,7 @@ from typing import Any
 
 import uvicorn
 
-from integrations.arctic_rl.server.http.app import make_app
+from integrations.arctic_rl.server.http.serve import uvicorn_config
 from integrations.arctic_rl.server.http.settings import HttpSettings
 from tests.arctic_rl.backends import model_backend
 
@@ -17,18 +17,20 @@ from tests.arctic_rl.backends import model_backend
 @contextmanager
 def serving(**settings: Any) -> Iterator[str]:
     """The URL of a server with an in-process backend behind it."""
-    app = make_app(HttpSettings(**{"backend": model_backend.PATH, **settings}))
+    config = uvicorn_config(HttpSettings(**{"backend": model_backend.PATH, **settings}))
+    config.timeout_graceful_shutdown = 2
+    scheme = "https" if config.is_ssl else "http"
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         listening.listen(128)
-        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="on", timeout_graceful_shutdown=2))
+        server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
         thread.start()
         while not server.started:
             assert thread.is_alive(), "the server did not start"
             time.sleep(0.01)
         try:
-            yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+            yield f"{scheme}://127.0.0.1:{listening.getsockname()[1]}"
         finally:
             server.should_exit = True
             thread.join(timeout=20)
