@@ -1,6 +1,6 @@
-"""A recipe on a server over HTTP, and the same recipe on workers of its own."""
+"""One server over HTTPS: a recipe on it and on workers of its own, and the contract suite, all on the real workers."""
 
-import os
+import ssl
 import subprocess
 import sys
 
@@ -8,6 +8,11 @@ import httpx
 import psutil
 import pytest
 from recipes import left_over, read_lines, settings, start, write_inputs
+
+from integrations.arctic_rl.backends.contract import BackendContract
+from integrations.arctic_rl.backends.http_connection import CA_VARIABLE
+from tests.arctic_rl.backends.attaching import attach_elsewhere
+from tests.arctic_rl.server.http.test_tls import write_certificate
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -28,32 +33,58 @@ def metrics(folder):
     return [{name: value for name, value in line.items() if not name.startswith(TIMED)} for line in lines]
 
 
-def test_a_recipe_over_http_has_the_metrics_of_one_over_ray(tmp_path, monkeypatch):
-    monkeypatch.setenv("ARCTIC_RL_TOKEN", TOKEN)
-    folders = {name: tmp_path / name for name in ("http", "ray")}
-    for folder in folders.values():
-        folder.mkdir()
-        write_inputs(folder)
-    command = [sys.executable, "-m", "integrations.arctic_rl.server", "--port", "0", "--storage_root", str(tmp_path)]
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
-    try:
-        url = server.stdout.readline().split()[-1]
-        assert httpx.get(f"{url}/metrics").status_code == 401
-        changes = {"trainer.arctic_rl.comm_protocol": "http", "trainer.arctic_rl.server_url": url}
-        run = start(folders["http"], settings(folders["http"], CHANGES | changes))
-        assert run.wait(timeout=400) == 0, (folders["http"] / "output.log").read_text()[-4000:]
-        assert httpx.get(f"{url}/healthz").json()["job_running"] is False
-        counted = httpx.get(f"{url}/metrics", headers={"authorization": f"Bearer {TOKEN}"}).text
-        assert 'arctic_rl_requests_total{call="fwd_bwd",status="200"} 4.0' in counted
-        assert (folders["http"] / "checkpoints" / "global_step_2" / "policy").is_dir()
-        family = psutil.Process(server.pid).children(recursive=True)
-    finally:
-        server.terminate()
-    assert server.wait(timeout=60) == 0
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """URL of a server, what it takes to ask it, and the folder that it may write to."""
+    folder = tmp_path_factory.getbasetemp()
+    files = write_certificate(folder / "tls", "127.0.0.1")
+    lines = [f"{name}: {value}" for name, value in (files | {"storage_root": str(folder)}).items()]
+    (folder / "server.yaml").write_text("\n".join(lines))
+    command = ["-m", "integrations.arctic_rl.server", "--config", str(folder / "server.yaml"), "--port", "0"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ARCTIC_RL_TOKEN", TOKEN)
+        patch.setenv(CA_VARIABLE, files["tls_certificate"])
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        process = subprocess.Popen([sys.executable, *command], stdout=subprocess.PIPE, text=True)
+        try:
+            url = process.stdout.readline().split()[-1]
+            assert url.startswith("https://")
+            yield url, ssl.create_default_context(cafile=files["tls_certificate"])
+            family = psutil.Process(process.pid).children(recursive=True)
+        finally:
+            process.terminate()
+            status = process.wait(timeout=60)
+    assert status == 0
     assert left_over(family) == []
+
+
+def test_a_recipe_over_http_has_the_metrics_of_one_over_ray(server, tmp_path_factory):
+    url, trusted = server
+    folders = {name: tmp_path_factory.mktemp(name) for name in ("http", "ray")}
+    for folder in folders.values():
+        write_inputs(folder)
+    assert httpx.get(f"{url}/metrics", verify=trusted).status_code == 401
+    changes = {"trainer.arctic_rl.comm_protocol": "http", "trainer.arctic_rl.server_url": url}
+    run = start(folders["http"], settings(folders["http"], CHANGES | changes))
+    assert run.wait(timeout=400) == 0, (folders["http"] / "output.log").read_text()[-4000:]
+    assert httpx.get(f"{url}/healthz", verify=trusted).json()["job_running"] is False
+    counted = httpx.get(f"{url}/metrics", headers={"authorization": f"Bearer {TOKEN}"}, verify=trusted).text
+    assert 'arctic_rl_requests_total{call="fwd_bwd",status="200"} 4.0' in counted
+    assert (folders["http"] / "checkpoints" / "global_step_2" / "policy").is_dir()
 
     run = start(folders["ray"], settings(folders["ray"], CHANGES))
     assert run.wait(timeout=400) == 0, (folders["ray"] / "output.log").read_text()[-4000:]
     over_http, over_ray = metrics(folders["http"]), metrics(folders["ray"])
     assert len(over_ray) == 2
     assert over_http == over_ray
+
+
+class TestBuiltinOverHttp(BackendContract):
+    @pytest.fixture(scope="class", autouse=True)
+    @classmethod
+    def two_ranks_there(cls, server):
+        cls.settings = {"server_url": server[0], "policy_ranks": 2}
+
+    def test_a_process_that_imports_nothing_of_the_drivers_attaches(self, served):
+        found = attach_elsewhere(served.backend.reconnect_handle(), served.config)
+        assert found == {"weight_norm": served.run("weight_norm", "policy"), "dp_size": 2, "modules": []}

@@ -2,6 +2,7 @@ import pytest
 
 from integrations.arctic_rl.backends.contract import BackendContract
 from tests.arctic_rl.backends import model_backend
+from tests.arctic_rl.backends.attaching import attach_elsewhere
 from tests.arctic_rl.server.http.serving import serving
 
 
@@ -28,3 +29,11 @@ class TestBuiltin(BackendContract):
         ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
         yield
         ray.shutdown()
+
+    def test_a_process_that_imports_nothing_of_the_drivers_attaches(self, served):
+        import ray
+
+        address = ray.get_runtime_context().gcs_address
+        found = attach_elsewhere(served.backend.reconnect_handle(), served.config, address)
+        expected = {"weight_norm": served.run("weight_norm", "policy"), "dp_size": 1, "modules": []}
+        assert found == expected

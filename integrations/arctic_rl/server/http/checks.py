@@ -26,6 +26,7 @@ _NUMBERS = (
     *("loss_mask", "advantages", "old_log_probs", "ref_log_prob", "rollout_is_weights", "rollout_logprobs"),
     *("values", "returns", "row_weights"),
 )
+_TWO_AXES = ("input_ids", "attention_mask", "position_ids", "prompts", "responses")
 _CODE = ("_cls", "_plugin", "logits_processors", "distributed_executor_backend")
 """Ends of the names of vLLM's engine arguments that are paths of Python code."""
 _SENT_PARAMS = {*NEUTRAL, "max_tokens", "detokenize"}
@@ -169,8 +170,12 @@ def check_batch(batch: Mapping[str, torch.Tensor] | None, meta: Any, *, updates:
         raise HttpError(f"the batch has no {', '.join(missing)}")
     for name, value in batch.items():
         _check_tensor(name, value)
-    if len(batch["input_ids"]) == 0:
+    num_rows = len(batch["input_ids"])
+    if num_rows == 0:
         raise HttpError("the batch has no rows")
+    for name, value in batch.items():
+        if len(value) != num_rows:
+            raise HttpError(f"{name} has {len(value)} rows, input_ids {num_rows}")
     longest = int((batch["attention_mask"] != 0).sum(dim=1).max())
     if longest > meta["max_token_len_per_gpu"]:
         raise HttpError(f"a row of {longest} tokens is above max_token_len_per_gpu={meta['max_token_len_per_gpu']}")
@@ -231,6 +236,8 @@ def _check_tensor(name: str, value: torch.Tensor) -> None:
         raise HttpError(f"{name} is {value.dtype}; it holds numbers: send float32")
     if value.ndim not in (1, 2):
         raise HttpError(f"{name} has {value.ndim} axes; a batch holds tensors with one or two")
+    if name in _TWO_AXES and value.ndim != 2:
+        raise HttpError(f"{name} has 1 axes; it needs 2")
     if floating and not bool(torch.isfinite(value).all()):
         raise HttpError(f"{name} holds values that are not finite")
     if name == "input_ids" and value.numel() and int(value.min()) < 0:

@@ -162,7 +162,7 @@ def dotted_path(rng: random.Random, job: str) -> Hostile:
 def wrong_meta(rng: random.Random, job: str) -> Hostile:
     scalars = make_meta(batch(), dp_size=1)
     name = rng.choice(["temperature", "max_token_len_per_gpu", "dp_size", "batch_num_tokens", "zorro_train_enable"])
-    scalars[name] = rng.choice(["many", None, -4, [1], float("nan")])
+    scalars[name] = rng.choice(["many", None, -4, [1], float("nan"), 10**30 if name == "dp_size" else {}])
     return _batch_call(rng, job, f"meta {name}={scalars[name]!r}", _good_pass(values={"meta": scalars}))
 
 
@@ -205,14 +205,19 @@ def wrong_prompt(rng: random.Random, job: str) -> Hostile:
             {"prompt_token_ids": []},
             {"prompt_token_ids": [1, -5]},
             {"prompt_token_ids": ["one"]},
+            {"prompt_token_ids": [5, 2**31]},
+            {"prompt_token_ids": [2**70]},
             {"prompt_token_ids": None},
             {"params": {}},
             {"params": {**prompt["params"], "temprature": 1.0}},
             {"params": {**prompt["params"], "temperature": "hot"}},
             {"params": {**prompt["params"], "max_tokens": -1}},
+            {"params": {**prompt["params"], "max_tokens": 10**12}},
+            {"params": {**prompt["params"], "detokenize": "yes"}},
             {"params": {**prompt["params"], "n": 5}},
             {"params": {**prompt["params"], "logits_processors": ["os.system"]}},
             {"params": {**prompt["params"], "logit_bias": {"x": 1.0}}},
+            {"params": {**prompt["params"], "logit_bias": {"1": 1.0, "01": 2.0}}},
             {"cache_salt": 5},
             {"session_id": {}},
             {"priority": 1},

@@ -245,6 +245,39 @@ def test_engine_arguments_that_name_code_are_those_that_the_server_allows(name):
     check_config(config, HttpSettings(allowed_modules=["mine"]))
 
 
+def test_engine_arguments_that_could_name_files_are_those_that_the_server_allows():
+    def config(**arguments):
+        made = ClientConfig(model_path="m").server_config()
+        return dataclasses.replace(made, sampling=dataclasses.replace(made.sampling, engine_kwargs=arguments))
+
+    check_config(config(max_model_len=64, enable_chunked_prefill=False, seed=None), HttpSettings())
+    for name, value in [("download_dir", "/etc"), ("hf_overrides", {"a": 1}), ("kv_transfer_config", {})]:
+        with pytest.raises(HttpError, match=rf"engine argument {name}=.*allowed_engine_args"):
+            check_config(config(**{name: value}), HttpSettings())
+        check_config(config(**{name: value}), HttpSettings(allowed_engine_args=[name]))
+
+
+@pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
+def test_a_model_that_brings_code_is_loaded_where_it_is_allowed_by_name(tmp_path, file):
+    for name, content in [("code", {"auto_map": {"AutoConfig": "mine.Config"}}), ("plain", {})]:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+        (tmp_path / name / file).write_text(json.dumps(content))
+    for field in ("model_path", "reference_path"):
+        given = {"model_path": str(tmp_path / "plain"), field: str(tmp_path / "code")}
+        config = ClientConfig(**given).server_config()
+        with pytest.raises(HttpError, match=r"code' brings code of its own"):
+            check_config(config, HttpSettings())
+        check_config(config, HttpSettings(allowed_models=[str(tmp_path)]))
+
+
+def test_a_job_has_no_more_workers_than_the_server_allows():
+    config = ClientConfig(model_path="m", policy_ranks=3, engines=2).server_config()
+    check_config(config, HttpSettings(max_workers=5))
+    with pytest.raises(HttpError, match="5 workers; the server's max_workers=4"):
+        check_config(config, HttpSettings(max_workers=4))
+
+
 def test_a_config_goes_to_plain_values_and_back():
     config = ClientConfig(model_path="m", reference_path="r", betas=(0.8, 0.9)).server_config()
     values = json.loads(json.dumps(to_plain(config)))
