@@ -103,6 +103,8 @@ def _brings_code(model: str) -> bool:
         try:
             path = cached_file(model, name, _raise_exceptions_for_missing_entries=False)
         except OSError:
+            path = None
+        if path is None and name == "config.json":
             return False
         if path is not None and "auto_map" in json.loads(Path(path).read_text(encoding="utf-8")):
             return True

@@ -12,7 +12,6 @@ import pytest
 
 from integrations.arctic_rl.backends import http_connection
 from integrations.arctic_rl.backends.contract import STEPS, UPDATE, Served, batch, meta, write_model
-from integrations.arctic_rl.backends.loop_thread import LoopThread
 from integrations.arctic_rl.client import ClientConfig, create_arctic_rl_client, make_meta
 from integrations.arctic_rl.errors import ArcticError, ConfigError, RequestError, WorkerDiedError
 from integrations.arctic_rl.sampling_params import to_vllm_kwargs
@@ -27,13 +26,6 @@ VERSION = {"x-arctic-rl-version": "1"}
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory):
     return write_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def loop():
-    thread = LoopThread("faults")
-    yield thread
-    thread.close()
 
 
 @pytest.fixture

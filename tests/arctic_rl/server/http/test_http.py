@@ -236,8 +236,8 @@ def test_modules_and_models_are_those_that_the_server_allows(model_path, loop, t
 
 
 @pytest.mark.parametrize("name", ["worker_cls", "scheduler_cls", "logits_processors", "io_processor_plugin"])
-def test_engine_arguments_that_name_code_are_those_that_the_server_allows(name):
-    config = ClientConfig(model_path="m").server_config()
+def test_engine_arguments_that_name_code_are_those_that_the_server_allows(model_path, name):
+    config = ClientConfig(model_path=str(model_path)).server_config()
     sampling = dataclasses.replace(config.sampling, engine_kwargs={name: ["mine.Class"]})
     config = dataclasses.replace(config, sampling=sampling)
     with pytest.raises(HttpError, match=r"engine argument .* 'mine.Class' is not registered"):
@@ -245,9 +245,9 @@ def test_engine_arguments_that_name_code_are_those_that_the_server_allows(name):
     check_config(config, HttpSettings(allowed_modules=["mine"]))
 
 
-def test_engine_arguments_that_could_name_files_are_those_that_the_server_allows():
+def test_engine_arguments_that_could_name_files_are_those_that_the_server_allows(model_path):
     def config(**arguments):
-        made = ClientConfig(model_path="m").server_config()
+        made = ClientConfig(model_path=str(model_path)).server_config()
         return dataclasses.replace(made, sampling=dataclasses.replace(made.sampling, engine_kwargs=arguments))
 
     check_config(config(max_model_len=64, enable_chunked_prefill=False, seed=None), HttpSettings())
@@ -271,8 +271,8 @@ def test_a_model_that_brings_code_is_loaded_where_it_is_allowed_by_name(tmp_path
         check_config(config, HttpSettings(allowed_models=[str(tmp_path)]))
 
 
-def test_a_job_has_no_more_workers_than_the_server_allows():
-    config = ClientConfig(model_path="m", policy_ranks=3, engines=2).server_config()
+def test_a_job_has_no_more_workers_than_the_server_allows(model_path):
+    config = ClientConfig(model_path=str(model_path), policy_ranks=3, engines=2).server_config()
     check_config(config, HttpSettings(max_workers=5))
     with pytest.raises(HttpError, match="5 workers; the server's max_workers=4"):
         check_config(config, HttpSettings(max_workers=4))

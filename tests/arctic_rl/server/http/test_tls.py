@@ -14,7 +14,6 @@ from cryptography.x509.oid import NameOID
 
 from integrations.arctic_rl.backends import http_connection
 from integrations.arctic_rl.backends.contract import STEPS, write_model
-from integrations.arctic_rl.backends.loop_thread import LoopThread
 from integrations.arctic_rl.client import ClientConfig, create_arctic_rl_client
 from integrations.arctic_rl.errors import ArcticError, ConfigError
 from integrations.arctic_rl.server.http.serve import uvicorn_config
@@ -47,13 +46,6 @@ def write_certificate(folder: Path, address: str, *, days: int = 1) -> dict[str,
     files["tls_certificate"].write_bytes(certificate.public_bytes(pem))
     files["tls_key"].write_bytes(private)
     return {setting: str(file) for setting, file in files.items()}
-
-
-@pytest.fixture(scope="module")
-def loop():
-    thread = LoopThread("tls")
-    yield thread
-    thread.close()
 
 
 def one_line(error: pytest.ExceptionInfo) -> str:
