@@ -13,6 +13,7 @@ from typing import Any
 from .algorithm_rules import correction_refusals, loss_problems
 from .backends.registry import RemoteBackendRegistry
 from .config import PREFIX, ArcticRLConfig
+from .devices import device_here
 from .errors import UnsupportedError
 from .horizon import warmup_problems
 from .loss_config import loss_request
@@ -32,7 +33,18 @@ def setting_problems(cfg: Any) -> list[str]:
         cfg: a ``SkyRLTrainConfig`` with ``trainer.arctic_rl``.
     """
     losses = (loss_problems, correction_refusals, _own_loss)
-    checks = (_backend, _modules, _counts, _seed, _optimizers, warmup_problems, _sampling, scoring_problems, *losses)
+    checks = (
+        _backend,
+        _modules,
+        _counts,
+        _weight_sync,
+        _seed,
+        _optimizers,
+        warmup_problems,
+        _sampling,
+        scoring_problems,
+        *losses,
+    )
     lines = [line for check in checks for line in check(cfg)]
     # What is said already does not hide the rest, nor is it said twice.
     for check in (_not_finite, _server):
@@ -172,6 +184,26 @@ def _counts(cfg: Any) -> Iterator[str]:
         value = value_of(cfg, setting)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             yield f"{setting}={value!r} must be a whole number of at least 1"
+
+
+def _weight_sync(cfg: Any) -> Iterator[str]:
+    """What a recipe's own placement says; the cluster's is looked at when it is known (``server.weight_sync``)."""
+    wanted, colocated = cfg.trainer.arctic_rl.weight_sync, cfg.trainer.placement.colocate_all
+    if wanted not in ("nccl", "ipc"):
+        return
+    setting, instead = f"{PREFIX}.weight_sync={wanted!r}", "shared_memory or low_memory, or leave it out"
+    if device_here(cfg) == "cpu":
+        yield f"{setting} needs GPUs, and models run on CPUs ({PREFIX}.device): write {instead}"
+    elif wanted == "nccl" and colocated:
+        yield (
+            f"{setting}: with trainer.placement.colocate_all=true an engine shares the GPU of the policy's first "
+            "rank, and NCCL takes a GPU once: write ipc or low_memory, or leave it out"
+        )
+    elif wanted == "ipc" and not colocated:
+        yield (
+            f"{setting}: with trainer.placement.colocate_all=false the engines' GPUs have no training rank: write "
+            "nccl or low_memory, or leave it out"
+        )
 
 
 _LARGEST_SEED = 2**32 - 1

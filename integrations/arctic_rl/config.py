@@ -48,6 +48,12 @@ class ArcticRLConfig:
     """Compute threads of each CPU worker; None = the machine's cores for a training rank, 1 for an engine."""
     cpu_kv_cache_gib: float = 0.25
     """Key-value cache of each vLLM engine on a CPU, in GiB."""
+    weight_sync: Literal["shared_memory", "low_memory", "nccl", "ipc"] | None = None
+    """How weights reach the engines: shared_memory = one file on their node; low_memory = a bucket at a time; nccl =
+    broadcast between GPUs; ipc = GPU memory that colocated jobs share. None = the fastest that the placement allows
+    (docs/weight_sync.md)."""
+    weight_sync_bucket_mb: int = 256
+    """MiB of a bucket of weight_sync=low_memory, nccl or ipc; a tensor that is larger makes a bucket of its own."""
     env_modules: list[str] = field(default_factory=list)
     """Modules that register gym environments; imported in every process that makes or runs environments."""
     processor_modules: list[str] = field(default_factory=list)
@@ -120,6 +126,7 @@ _RANGES: dict[str, tuple[float, float | None]] = {
     "max_cpu_workers": (2, 64),
     "cpu_threads": (1, 1024),
     "cpu_kv_cache_gib": (0.01, None),
+    "weight_sync_bucket_mb": (1, None),
     "logits_optimization_peak_mem_size_in_gib": (1e-6, None),
     "lr_warmup_ratio": (0, 1),
     "min_lr_ratio": (0, 1),

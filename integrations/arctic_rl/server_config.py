@@ -72,6 +72,8 @@ def server_config(
         gpu_timeout_s=arctic.gpu_timeout_s,
         mini_batch_rows=trainer.policy_mini_batch_size * cfg.generator.n_samples_per_prompt,
         micro_batch_rows=trainer.micro_train_batch_size_per_gpu,
+        weight_sync=arctic.weight_sync,
+        weight_sync_bucket_mb=arctic.weight_sync_bucket_mb,
     )
 
 

@@ -3,6 +3,7 @@
 import pytest
 
 from integrations.arctic_rl.checks import setting_problems
+from integrations.arctic_rl.errors import ConfigError
 from integrations.arctic_rl.inspection import inspect_config
 from integrations.arctic_rl.skyrl_config import parse_config
 
@@ -254,3 +255,30 @@ class TestSingleValues:
         assert refused(f"{name}={{seed:5}}") == [
             f"{name}={{seed:5}}: read as one name without a value; write {name}.seed=5"
         ]
+
+
+class TestWeightSync:
+    @pytest.mark.parametrize("colocated", ["true", "false"])
+    @pytest.mark.parametrize("device", ["cpu", "cuda"])
+    @pytest.mark.parametrize("way", ["shared_memory", "low_memory", "nccl", "ipc"])
+    def test_a_way_that_the_recipes_placement_does_not_allow_is_refused(self, way, device, colocated):
+        lines = setting_problems(
+            parsed(
+                f"trainer.arctic_rl.weight_sync={way} trainer.arctic_rl.device={device} "
+                f"trainer.placement.colocate_all={colocated}"
+            )
+        )
+        lines = [line for line in lines if "weight_sync" in line]
+        words = {
+            ("nccl", "cpu"): "needs GPUs, and models run on CPUs",
+            ("ipc", "cpu"): "needs GPUs, and models run on CPUs",
+            ("nccl", "cuda"): "NCCL takes a GPU once" if colocated == "true" else None,
+            ("ipc", "cuda"): "have no training rank" if colocated == "false" else None,
+        }.get((way, device))
+        assert len(lines) == (words is not None)
+        if words is not None:
+            assert words in lines[0] and lines[0].startswith(f"trainer.arctic_rl.weight_sync='{way}'")
+
+    def test_an_unknown_way_is_refused_with_those_that_there_are(self):
+        with pytest.raises(ConfigError, match=r"weight_sync='rdma' is not .*shared_memory.*ipc"):
+            parsed("trainer.arctic_rl.weight_sync=rdma")

@@ -24,7 +24,9 @@ from ..server.process import RUN_ID_VARIABLE, kill_processes, log_tail
 from ..server.sampling_worker import SamplingWorker
 from ..server.specs import ServerConfig
 from ..server.training_worker import TrainingWorker
-from ..server.weights import remove_weights
+from ..server.weight_sync import SENDERS, SyncPlan, low_memory, plan_sync
+from ..server.weight_sync.run import SyncRun
+from ..server.weight_sync.shared_memory import kept_version, send_again
 from ..wire.body import decode_answer, encode
 from ..zorro.cost import CostModel
 from .alarm import Alarm
@@ -59,6 +61,10 @@ class BuiltinBackend(RemoteBackend):
         self._deaths = Alarm()
         self._sharing: dict[str, tuple[CostModel, bool]] = {}
         self._choice = EngineChoice(self._names("sampling"))
+        self._sync: SyncPlan | None = None if handle is None else SyncPlan(**handle.facts["weight_sync"])
+        self._unsynced_step = False
+        self._synced_version = 0
+        self._syncing = False
         self._running = asyncio.Event()
         self._running.set()
         self._frozen = False
@@ -90,7 +96,7 @@ class BuiltinBackend(RemoteBackend):
             backend="builtin",
             job_ids={job: f"{self._config.run_id}-{job}" for job in sorted(jobs)},
             actors=dict(self._actors),
-            facts={"run_dir": self._run_dir},
+            facts={"run_dir": self._run_dir, "weight_sync": dataclasses.asdict(self._sync)},
         )
 
     def requires_single_forwarder(self) -> bool:
@@ -127,12 +133,14 @@ class BuiltinBackend(RemoteBackend):
         """Plan where workers run, and take the GPUs of that plan."""
         cluster = describe_cluster()
         plan = plan_placement(placement_request(self._config), cluster)
+        self._sync = plan_sync(plan, self._config.weight_sync, here=own_node())
         names = {node.node_id: node.name for node in cluster.nodes}
         devices = None
         if plan.gpus:
             self._reservation = await asyncio.to_thread(reserve, plan, self._config.gpu_timeout_s)
             devices = self._reservation.devices
         logger.info("placement of the workers:\n%s", plan.table(devices, names))
+        logger.info("weights reach the engines by %s", self._sync.strategy)
         return plan
 
     async def _setups(self, horizons: dict[str, int]) -> None:
@@ -165,6 +173,7 @@ class BuiltinBackend(RemoteBackend):
         return result
 
     async def step(self, job: str = "policy") -> dict[str, float]:
+        self._unsynced_step |= job == "policy"
         results = await self._call_all(self._names(job), "step")
         return results[0]
 
@@ -172,42 +181,97 @@ class BuiltinBackend(RemoteBackend):
         return list(await asyncio.gather(*(self._generate_one(request) for request in requests)))
 
     async def sync_weights(self, *, keep_cache: bool = False) -> int:
-        version = 1 + max(await self._call_all(self._names("sampling"), "weight_version"))
-        folder = os.path.join(self._run_dir, WEIGHTS_FOLDER)
-        exported = await self._call_all(
-            self._names("policy"), "export_weights", folder, version, self._config.sync_dtype
-        )
-        held = await self._call_all(self._names("sampling"), "sync_weights", exported[0], version, keep_cache)
-        if any(engine_version != version for engine_version in held):
-            raise ArcticError(f"weight sync {version} left the engines at versions {held}")
-        remove_weights(folder, keep=version)
+        version = 1 + await self._current_version()
+        self._syncing = True
+        try:
+            await self._send_weights(version, keep_cache=keep_cache)
+        finally:
+            self._syncing = False
+        self._synced_version, self._unsynced_step = version, False
         self._choice.clear()
         return version
 
+    async def _send_weights(self, version: int, *, keep_cache: bool) -> None:
+        """Send the policy's weights to all engines, from the beginning if one was restarted on the way."""
+        while True:
+            restarts = self._engine_restarts()
+            try:
+                await SENDERS[self._sync.strategy](self._sync_run("sampling", version, keep_cache=keep_cache))
+                return
+            except ArcticError:
+                if self._engine_restarts() == restarts:
+                    raise
+                logger.warning("weights of version %d are sent again: an engine was restarted", version)
+
+    def _engine_restarts(self) -> int:
+        return 0 if self._supervisor is None else self._supervisor.restarts
+
+    async def _current_version(self) -> int:
+        return max(self._synced_version, *await self._call_all(self._names("sampling"), "weight_version"))
+
     async def load_current_weights(self, name: str) -> int:
         """Bring one freshly started engine, which holds the checkpoint's own weights, to those of the last sync.
+
+        Weights that were not kept are sent once more, to all engines; a sync that is under way begins anew by itself.
 
         Args:
             name: of the engine, such as ``sampling-0``.
 
         Returns:
             The version that it now holds; 0 where no sync has been.
+
+        Raises:
+            ArcticError: weights were not kept, and the policy has taken a step since.
         """
         self._choice.forget(name)
-        folder = Path(self._run_dir) / WEIGHTS_FOLDER
-        versions = [int(path.name.removeprefix("v")) for path in folder.glob("v*")]
-        if not versions:
+        if self._sync.strategy == "shared_memory":
+            run = self._sync_run("sampling", kept_version(self._weights_folder()), names=(name,))
+            if run.version:
+                await send_again(run)
+            return run.version
+        if self._syncing:
             return 0
-        return await self._call(name, "sync_weights", str(folder / f"v{max(versions)}"), max(versions))
+        version = await self._current_version()
+        if version and self._unsynced_step:
+            raise ArcticError(
+                f"engine {name} cannot get the weights of version {version} any more: the policy has taken a step "
+                f"since, and trainer.arctic_rl.weight_sync={self._sync.strategy} keeps no copy; where engines sample "
+                "while the policy trains, write shared_memory if all are on one node"
+            )
+        if version:
+            await SENDERS[self._sync.strategy](self._sync_run("sampling", version))
+        return version
 
     async def update_reference(self) -> None:
         directory = tempfile.mkdtemp(prefix="reference-", dir=self._run_dir)
         try:
-            dtype = self._config.reference.dtype
-            exported = await self._call_all(self._names("policy"), "export_weights", directory, 0, dtype)
-            await self._call_all(self._names("ref"), "load_weights", exported[0])
+            await low_memory.send(
+                dataclasses.replace(self._sync_run("ref", 0), folder=directory, dtype=self._config.reference.dtype)
+            )
         finally:
             shutil.rmtree(directory)
+
+    def _weights_folder(self) -> str:
+        return os.path.join(self._run_dir, WEIGHTS_FOLDER)
+
+    def _sync_run(
+        self, job: str, version: int, *, keep_cache: bool = False, names: tuple[str, ...] | None = None
+    ) -> SyncRun:
+        """A sync of the policy's weights to all workers of a job, or to some of them."""
+        receivers = tuple(self._names(job)) if names is None else names
+        return SyncRun(
+            call=self._call_all,
+            senders=tuple(self._names("policy")),
+            receivers=receivers,
+            handles=tuple(self._actors[name] for name in receivers),
+            processes=self._config.sampling.gpus,
+            folder=self._weights_folder(),
+            version=version,
+            dtype=self._config.sync_dtype,
+            bucket_bytes=self._config.weight_sync_bucket_mb * 2**20,
+            one_node=self._sync.one_node,
+            keep_cache=keep_cache,
+        )
 
     async def sleep_sampling(self, level: int) -> None:
         self._asleep_at = level
@@ -249,6 +313,7 @@ class BuiltinBackend(RemoteBackend):
         names = self._names(job)
         problems = await self._call_all(names, "checkpoint_problems", directory)
         check_shares(problems)
+        self._unsynced_step |= job == "policy"
         outcome = (await self._call_all(names, "load_checkpoint", directory))[0]
         if job == "policy":
             outcome["same_engines"] = await self._set_engines(Path(directory) / ENGINES_NAME)
@@ -462,6 +527,7 @@ class BuiltinBackend(RemoteBackend):
                 log_file=self._log_file(name),
                 scratch_directory=os.path.join(self._run_dir, SCRATCH_FOLDER),
                 visible_devices=None if self._reservation is None else self._reservation.visible_devices(worker),
+                weight_transfer=self._sync.vllm_backend,
             )
             return ray.remote(SamplingWorker).options(**options, max_concurrency=MOST_IN_FLIGHT + 1000).remote(spec)
         specs = {"policy": self._config.policy, "critic": self._config.critic, "ref": self._config.reference}
@@ -637,7 +703,7 @@ def describe_cluster() -> ClusterDescription:
     """The live nodes of the Ray cluster, this one first."""
     import ray
 
-    here = ray.get_runtime_context().get_node_id()
+    here = own_node()
     nodes = [
         Node(
             node["NodeID"],
@@ -649,6 +715,13 @@ def describe_cluster() -> ClusterDescription:
         if node["Alive"]
     ]
     return ClusterDescription(tuple(sorted(nodes, key=lambda node: (node.node_id != here, node.node_id))))
+
+
+def own_node() -> str:
+    """Ray's id of the node of this process."""
+    import ray
+
+    return ray.get_runtime_context().get_node_id()
 
 
 def run_directory(run_id: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -201,16 +201,25 @@ class InferenceEngine:
         self.module.eval()
 
 
-def full_parameters(engine: Any, zero_stage: int) -> Iterator[tuple[str, torch.Tensor]]:
+def full_parameters(
+    engine: Any, zero_stage: int, *, weights: Sequence[Weight] | None = None, gather_bytes: int | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Names and full, detached tensors of all parameters of the Hugging Face model, tied ones once.
 
     Adapters are merged into the weights, which are float32 then (``lora.Weight``). Every rank must run the iteration
-    to its end: with ZeRO stage 3 each bucket of at most ``GATHER_BYTES`` is a collective call, and what is yielded is
-    only valid until the next pair is asked for.
+    to its end: with ZeRO stage 3 each gather is a collective call, and what is yielded is only valid until the next
+    pair is asked for.
+
+    Args:
+        engine: what ``initialize_engine`` returned.
+        zero_stage: its ZeRO stage.
+        weights: only these of ``lora.model_weights``; None = all.
+        gather_bytes: parameters are gathered together up to this size; None = ``GATHER_BYTES``, 0 = each one alone.
     """
     import deepspeed
 
-    for bucket in _buckets(model_weights(engine.module)):
+    weights = model_weights(engine.module) if weights is None else weights
+    for bucket in _buckets(weights, GATHER_BYTES if gather_bytes is None else gather_bytes):
         parameters = [parameter for weight in bucket for parameter in weight.parameters]
         gathered = deepspeed.zero.GatheredParameters(parameters) if zero_stage == 3 else nullcontext()
         with gathered:
@@ -232,12 +241,17 @@ def full_adapters(engine: Any, zero_stage: int) -> dict[str, torch.Tensor]:
         return {name: parameter.detach().to("cpu", copy=True) for name, parameter in parameters.items()}
 
 
-def _buckets(weights: list[Weight]) -> Iterator[list[Weight]]:
+def whole_shape(parameter: torch.nn.Parameter) -> tuple[int, ...]:
+    """The shape that a parameter has when it is gathered."""
+    return tuple(parameter.ds_shape if hasattr(parameter, "ds_shape") else parameter.shape)
+
+
+def _buckets(weights: Sequence[Weight], gather_bytes: int) -> Iterator[list[Weight]]:
     bucket: list[Weight] = []
     size = 0
     for weight in weights:
         bytes_ = sum(_numel(parameter) * parameter.element_size() for parameter in weight.parameters)
-        if bucket and size + bytes_ > GATHER_BYTES:
+        if bucket and size + bytes_ > gather_bytes:
             yield bucket
             bucket, size = [], 0
         bucket.append(weight)

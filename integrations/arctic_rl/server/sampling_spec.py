@@ -21,6 +21,7 @@ PROTECTED_ENGINE_ARGS = {
     "override_generation_config": "sampling parameters come from the recipe only; write generator.sampling_params",
     "skip_tokenizer_init": "stop strings need the tokenizer",
     "kv_cache_memory_bytes": "write trainer.arctic_rl.cpu_kv_cache_gib",
+    "weight_transfer_config": "write trainer.arctic_rl.weight_sync",
 }
 
 
@@ -67,6 +68,8 @@ class SamplingSpec:
     """Groups of such processes that have a part of the layers each; 1 on CPUs."""
     visible_devices: str | None = None
     """The engine's GPUs, as ``CUDA_VISIBLE_DEVICES`` names them; None = those that the process sees."""
+    weight_transfer: Literal["nccl", "ipc"] | None = None
+    """vLLM's transfer engine that weights come by; None = they come in files and parts."""
 
     @property
     def gpus(self) -> int:
@@ -120,6 +123,9 @@ def engine_environment(spec: SamplingSpec) -> dict[str, str | None]:
         variables |= {"VLLM_RPC_BASE_PATH": spec.scratch_directory, "TMPDIR": spec.scratch_directory}
     if spec.visible_devices is not None:
         variables["CUDA_VISIBLE_DEVICES"] = spec.visible_devices
+    if spec.weight_transfer == "ipc":
+        # The handles of shared GPU memory reach the engine's processes as pickled text.
+        variables["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     if spec.device == "cpu":
         variables |= {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -181,6 +187,8 @@ def engine_arguments(spec: SamplingSpec, known: Iterable[str]) -> dict[str, Any]
             "gpu_memory_utilization": spec.gpu_memory_utilization,
             "enable_sleep_mode": spec.enable_sleep_mode,
         }
+    if spec.weight_transfer is not None:
+        arguments["weight_transfer_config"] = {"backend": spec.weight_transfer}
     return arguments | spec.engine_kwargs
 
 

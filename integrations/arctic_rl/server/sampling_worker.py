@@ -9,15 +9,16 @@ import os
 import shutil
 import socket
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
 from multiprocessing import resource_tracker
 from typing import Any
 
 from ..errors import ArcticError, UnsupportedError, WorkerDiedError
 from .process import log_tail, own_process_ids
 from .sampling_spec import SamplingSpec, end_token_ids, engine_arguments, engine_environment
-from .weights import read_manifest
+from .weight_sync.part import PackedPart, as_file
+from .weights import TensorSpec, read_manifest
 from .worker_log import open_worker_log
 
 logger = logging.getLogger(__name__)
@@ -46,6 +47,8 @@ class SamplingWorker:
         self._engine_process_ids: list[int] = []
         self._end_token_ids: list[int] = []
         self._own_directory: str | None = None
+        self._scratch: str | None = spec.scratch_directory
+        self._update: tuple[AsyncExitStack, int] | None = None
         self._refusals: tuple[type[Exception], ...] = (ValueError,)
         self._version = 0
         self._asleep: set[str] = set()
@@ -67,6 +70,7 @@ class SamplingWorker:
         spec = self._spec
         if spec.scratch_directory is None:
             self._own_directory = tempfile.mkdtemp(prefix="arctic-rl-")
+            self._scratch = self._own_directory
             spec = dataclasses.replace(spec, scratch_directory=self._own_directory)
         if spec.log_file is not None:
             open_worker_log(spec.log_file)
@@ -142,7 +146,7 @@ class SamplingWorker:
         self._frozen = False
 
     async def sync_weights(self, path: str, version: int, keep_cache: bool = False) -> int:
-        """Load the weights that ``write_weights`` left at ``path`` and empty the prefix cache.
+        """Load all weights, which ``write_weights`` left at ``path``, and empty the prefix cache.
 
         Waits for the requests under way unless they are frozen; names, shapes and dtype are compared before any
         tensor is applied.
@@ -160,26 +164,114 @@ class SamplingWorker:
             ArcticError: where the weights do not fit the model (nothing has changed then), or where loading or the
                 cache reset fails (the engine then refuses to generate until a sync succeeds).
         """
-        if _WEIGHTS_TAG in self._asleep:
-            raise ArcticError("weights were sent to a sleeping engine: call wake_up with the tag 'weights' first")
         manifest = read_manifest(path)
         if manifest.version != version:
             raise ArcticError(f"the weights at {path!r} have version {manifest.version}, expected {version}")
+        self._check_weights_awake()
         async with self._alone():
-            for problems in await self._engine_call(self._engine.collective_rpc("arctic_check_weights", args=(path,))):
-                if problems:
-                    shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if problems[5:] else "")
-                    raise ArcticError(f"weights of version {version} do not fit the sampler's model: {shown}")
+            await self.check_tensors(manifest.tensors, manifest.dtype)
             self._unusable = f"loading weights of version {version} did not end"
-            held = await self._engine_call(self._engine.collective_rpc("arctic_load_weights", args=(path,)))
+            held = await self._worker_call("arctic_load_weights", path)
             if set(held) != {version}:
                 raise ArcticError(f"the engine's processes hold weights of versions {held}, expected {version}")
-            if not keep_cache:
-                await self._reset_prefix_cache()
-            self._unusable = None
-            self._version = version
-            logger.info("weights of version %d are loaded", version)
+            await self._take_over(version, keep_cache)
         return version
+
+    async def check_tensors(self, tensors: Iterable[TensorSpec], dtype: str) -> dict[str, str]:
+        """Compare what a sync will send with the engine's model; changes nothing, and holds no request up.
+
+        Returns:
+            Names that the engine keeps apart although the model ties them -> the name whose values they get.
+
+        Raises:
+            ArcticError: a name is unknown or missing, or a shape or the dtype differs.
+        """
+        plain = [(spec.name, list(spec.shape), spec.dtype) for spec in tensors]
+        for problems in await self._worker_call("arctic_check_weights", plain, dtype):
+            if problems:
+                shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if problems[5:] else "")
+                raise ArcticError(f"the weights do not fit the sampler's model: {shown}")
+        return (await self._worker_call("arctic_tied_copies"))[0]
+
+    async def begin_update(self, version: int) -> None:
+        """Open an update that comes in parts or by vLLM's transfer engine; nothing is generated before ``end_update``.
+
+        Waits for the requests under way unless they are frozen; ``check_tensors`` must have passed.
+        """
+        self._check_weights_awake()
+        stack = AsyncExitStack()
+        await stack.enter_async_context(self._alone())
+        self._update = stack, version
+        self._unusable = f"loading weights of version {version} did not end"
+        if self._spec.weight_transfer is None:
+            await self._worker_call("arctic_begin_parts")
+
+    async def load_part(self, part: str | PackedPart) -> None:
+        """Load one part of an update, which may be overwritten or freed when this returns.
+
+        Raises:
+            ArcticError: no update is open, as on an engine that was restarted meanwhile.
+        """
+        self._opened_update()
+        path = await asyncio.to_thread(as_file, part, self._scratch)
+        await self._worker_call("arctic_load_part", path)
+
+    async def transfer_init(self, info: dict[str, Any]) -> None:
+        """Meet the trainer, as vLLM's ``init_weight_transfer_engine`` does."""
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        await self._engine_call(self._engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info)))
+
+    async def transfer_start(self) -> None:
+        """vLLM's ``start_weight_update``."""
+        self._opened_update()
+        await self._engine_call(self._engine.start_weight_update())
+
+    async def transfer_update(self, info: dict[str, Any]) -> None:
+        """vLLM's ``update_weights``: receive the tensors that the trainer sends now."""
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        await self._engine_call(self._engine.update_weights(WeightTransferUpdateRequest(update_info=info)))
+
+    async def transfer_finish(self) -> None:
+        """vLLM's ``finish_weight_update``."""
+        await self._engine_call(self._engine.finish_weight_update())
+
+    async def end_update(self, keep_cache: bool = False) -> int:
+        """Take the weights of the open update over; see ``sync_weights``.
+
+        Returns:
+            The version that the engine now holds.
+        """
+        stack, version = self._opened_update()
+        async with stack:
+            self._update = None
+            if self._spec.weight_transfer is None:
+                await self._worker_call("arctic_end_parts")
+            await self._take_over(version, keep_cache)
+        return version
+
+    async def abort_update(self) -> None:
+        """Give an open update up: the engine refuses to generate until a sync succeeds."""
+        if self._update is not None:
+            stack, self._update = self._update[0], None
+            await stack.aclose()
+
+    def _opened_update(self) -> tuple[AsyncExitStack, int]:
+        if self._update is None:
+            raise ArcticError("a part of the weights came to an engine that no update was opened on")
+        return self._update
+
+    def _check_weights_awake(self) -> None:
+        if _WEIGHTS_TAG in self._asleep:
+            raise ArcticError("weights were sent to a sleeping engine: call wake_up with the tag 'weights' first")
+
+    async def _take_over(self, version: int, keep_cache: bool) -> None:
+        if not keep_cache:
+            await self._reset_prefix_cache()
+        self._unusable = None
+        self._version = version
+        logger.info("weights of version %d are loaded", version)
 
     async def reset_prefix_cache(self) -> None:
         """Empty the prefix cache once the requests under way are done.
@@ -231,16 +323,16 @@ class SamplingWorker:
 
     async def weight_names(self) -> list[tuple[str, tuple[int, ...], str]]:
         """(Hugging Face name, shape, the model's dtype) of each tensor that a sync must send, each once."""
-        names = (await self._engine_call(self._engine.collective_rpc("arctic_weight_names")))[0]
+        names = (await self._worker_call("arctic_weight_names"))[0]
         return [(name, tuple(shape), dtype) for name, shape, dtype in names]
 
     async def random_state(self) -> list[str]:
         """The random state of each process of the engine, as JSON."""
-        return await self._engine_call(self._engine.collective_rpc("arctic_random_state"))
+        return await self._worker_call("arctic_random_state")
 
     async def set_random_state(self, states: list[str]) -> None:
         """Put back what ``random_state`` returned."""
-        await self._engine_call(self._engine.collective_rpc("arctic_set_random_state", args=(states,)))
+        await self._worker_call("arctic_set_random_state", states)
 
     async def watch(self) -> None:
         """Never returns while the engine lives.
@@ -395,6 +487,10 @@ class SamplingWorker:
         raise ArcticError(
             f"vLLM refused {_CACHE_RESET_TRIES} times to empty its prefix cache although no request is running"
         )
+
+    async def _worker_call(self, method: str, *arguments: Any) -> list[Any]:
+        """Call a method of ``WeightExtension`` in each process of the engine."""
+        return await self._engine_call(self._engine.collective_rpc(method, args=arguments))
 
     async def _engine_call(self, call: Awaitable[Any]) -> Any:
         """Await a call to the engine; a dead engine and refused input become errors of ours."""

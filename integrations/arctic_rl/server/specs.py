@@ -169,3 +169,7 @@ class ServerConfig:
     """Whether the policy and the reference model share GPUs and take turns on them."""
     gpu_timeout_s: float = 180.0
     """Seconds to wait for GPUs that other jobs hold."""
+    weight_sync: Literal["shared_memory", "low_memory", "nccl", "ipc"] | None = None
+    """See ``trainer.arctic_rl.weight_sync``."""
+    weight_sync_bucket_mb: int = 256
+    """See ``trainer.arctic_rl.weight_sync_bucket_mb``."""

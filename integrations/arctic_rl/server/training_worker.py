@@ -8,7 +8,7 @@ import sys
 import threading
 from contextlib import nullcontext
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import ArcticError
 from .process import free_address, own_process_ids, seed_everything
@@ -16,6 +16,12 @@ from .specs import TrainingSpec
 from .worker_log import open_worker_log
 
 logger = logging.getLogger(__name__)
+
+if TYPE_CHECKING:
+    from .weight_sync.part import PackedPart
+    from .weight_sync.receiver import ModelReceiver
+    from .weight_sync.sender import WeightSender
+    from .weights import TensorSpec
 
 _JOBS = {"policy": "training", "critic": "training", "ref": "log_prob"}
 
@@ -38,6 +44,8 @@ class TrainingWorker:
         self._profiler: Any = None
         self._asleep = False
         self._adapter_facts: dict[str, Any] | None = None
+        self._sender: WeightSender | None = None
+        self._receiver: ModelReceiver | None = None
 
     def address(self) -> tuple[str, int]:
         """An address at which rank 0 can be met."""
@@ -201,40 +209,49 @@ class TrainingWorker:
             self._scheduler.step()
         return {"lr": lr, "grad_norm": norm, "skipped": skipped}
 
+    def declare_weights(self, dtype: str) -> list[TensorSpec]:
+        """What sending the weights in ``dtype`` sends (``weight_sync.sender``)."""
+        return self._weight_sender().declare(dtype)
+
     def export_weights(self, directory: str, version: int, dtype: str) -> str | None:
-        """Gather all parameters and write them for the engines.
+        """Gather all parameters and write them for the engines; the manifest's path on rank 0, None elsewhere."""
+        return self._weight_sender().export(directory, version, dtype)
 
-        Returns:
-            The manifest's path on rank 0, None elsewhere.
-        """
-        from .engine import full_parameters
-        from .weights import write_weights
+    def export_bucket(
+        self, names: list[str], directory: str | None, version: int, dtype: str
+    ) -> str | PackedPart | None:
+        """``export_weights`` for some of them, as bytes where there is no directory."""
+        return self._weight_sender().export_bucket(names, directory, version, dtype)
 
-        parameters = full_parameters(self._engine, self._spec.zero_stage)
-        if self._rank == 0:
-            return str(write_weights(parameters, directory, version, dtype))
-        for _ in parameters:
-            pass
-        return None
+    def transfer_weights(self, *arguments: Any) -> None:
+        """Send the weights by vLLM's transfer engine (``weight_sync.sender``)."""
+        self._weight_sender().transfer(*arguments)
 
-    def load_weights(self, manifest: str) -> None:
-        """Replace all parameters of a reference model by weights that ``export_weights`` of the policy wrote.
+    def check_tensors(self, tensors: list[TensorSpec], dtype: str) -> dict[str, str]:
+        """Of a reference model: refuse weights of the policy that do not fit (``weight_sync.receiver``)."""
+        from .weight_sync.receiver import ModelReceiver
 
-        Raises:
-            ArcticError: when a tensor is missing, unknown or of another shape; nothing has been replaced then.
-        """
-        import torch
+        self._receiver = ModelReceiver(self._engine.module, self._spec.dtype)
+        return self._receiver.check(tensors, dtype)
 
-        from .weights import TensorSpec, compare_manifest, iter_weights, read_manifest
+    def begin_update(self, version: int) -> None:
+        self._receiver.begin(version)
 
-        parameters = dict(self._engine.module.named_parameters())
-        expected = [TensorSpec(name, tuple(value.shape), self._spec.dtype) for name, value in parameters.items()]
-        problems = compare_manifest(read_manifest(manifest), expected, self._spec.dtype)
-        if problems:
-            raise ArcticError("the policy's weights do not fit the reference model:\n" + "\n".join(problems))
-        with torch.no_grad():
-            for name, value in iter_weights(manifest):
-                parameters[name].copy_(value)
+    def load_part(self, part: str | PackedPart) -> None:
+        self._receiver.load(part)
+
+    def end_update(self, keep_cache: bool) -> int:
+        return self._receiver.end()
+
+    def abort_update(self) -> None:
+        """Do nothing: the run ends, whose reference model holds a part of the policy's weights."""
+
+    def _weight_sender(self) -> WeightSender:
+        from .weight_sync.sender import WeightSender
+
+        if self._sender is None:
+            self._sender = WeightSender(self._engine, self._spec.zero_stage, self._rank)
+        return self._sender
 
     def save_checkpoint(self, directory: str) -> None:
         """Write this rank's share of weights, optimizer state, schedule and random state (``server.checkpoint``)."""
@@ -277,6 +294,7 @@ class TrainingWorker:
         """
         from ..random_state import set_random_state
         from .checkpoint import check_fit, load_pieces, persistent_buffers, read_shares, refresh_model, resume_schedule
+        from .engine import whole_shape
         from .lora import check_adapter_facts, check_rank
 
         shares = read_shares(directory)
@@ -285,9 +303,7 @@ class TrainingWorker:
         buffers = persistent_buffers(module)
         trained = self._spec.role != "ref"
         shapes = {
-            name: tuple(value.ds_shape if hasattr(value, "ds_shape") else value.shape)
-            for name, value in module.named_parameters()
-            if value.requires_grad or not trained
+            name: whole_shape(value) for name, value in module.named_parameters() if value.requires_grad or not trained
         }
         check_fit(directory, shapes=shapes, buffers=buffers)
         if self._spec.lora is not None:

@@ -13,14 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 from ..random_state import random_state, set_random_state
 from .weights import (
-    Manifest,
+    Segment,
     TensorSpec,
     checkpoint_names,
-    compare_manifest,
+    compare_tensors,
     dtype_name,
     iter_weights,
     model_tensors,
     read_manifest,
+    segment_at,
 )
 
 if TYPE_CHECKING:
@@ -81,18 +82,59 @@ class WeightExtension:
         specs, _ = self._arctic_expected()
         return [(spec.name, list(spec.shape), spec.dtype) for spec in specs]
 
-    def arctic_check_weights(self, path: str) -> list[str]:
-        """Problems that forbid loading the weights at ``path``; empty if they fit. Changes nothing."""
+    def arctic_check_weights(self, tensors: list[tuple[str, list[int], str]], dtype: str) -> list[str]:
+        """Problems that forbid loading these tensors, cast to ``dtype``; empty if they fit. Changes nothing."""
         specs, _ = self._arctic_expected()
-        return self._arctic_checkpoint_problems + compare_manifest(
-            read_manifest(path), specs, dtype_name(self.model_config.dtype)
+        sent = [TensorSpec(name, tuple(shape), of) for name, shape, of in tensors]
+        return self._arctic_checkpoint_problems + compare_tensors(
+            sent, dtype, specs, dtype_name(self.model_config.dtype)
         )
+
+    def arctic_tied_copies(self) -> dict[str, str]:
+        """Tied names of which the engine keeps a tensor of its own -> the name whose values it must get.
+
+        vLLM unties a head when the checkpoint holds one that differs from the embedding, whatever the config says.
+        """
+        _, tied = self._arctic_expected()
+        own = {name for name, _ in self.model_runner.get_model().named_parameters()}
+        return {name: source for name, source in tied.items() if name in own}
 
     def arctic_load_weights(self, path: str) -> int:
         """Load the weights at ``path``, which must have passed ``arctic_check_weights``; returns their version."""
         manifest = read_manifest(path)
-        self.model_runner.reload_weights(weights_iterator=self._arctic_weights(path, manifest))
+        self.model_runner.reload_weights(weights_iterator=self._arctic_weights(path))
         return manifest.version
+
+    def arctic_begin_parts(self) -> None:
+        """Before the first ``arctic_load_part`` of all weights, as vLLM's own transfer engines do it."""
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        with set_current_vllm_config(self.vllm_config):
+            initialize_layerwise_reload(self.model_runner.get_model())
+
+    def arctic_load_part(self, path: str) -> None:
+        """Load a part of the weights, which may be overwritten when this returns.
+
+        The engine keeps what it cannot use yet (one of several tensors that it fuses), hence the copies, which are
+        freed as soon as a layer has all of its own.
+        """
+        from vllm.config import set_current_vllm_config
+
+        copied = ((name, tensor.clone()) for name, tensor in self._arctic_weights(path))
+        with set_current_vllm_config(self.vllm_config):
+            self.model_runner.get_model().load_weights(copied)
+
+    def arctic_end_parts(self) -> None:
+        """After the last part."""
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        with set_current_vllm_config(self.vllm_config):
+            finalize_layerwise_reload(self.model_runner.get_model(), self.model_config)
+        self.model_runner.reset_lora_state()
+        self.model_runner.reset_encoder_cache()
+        self.model_runner.reset_mm_cache()
 
     def arctic_random_state(self) -> str:
         """The state of this process's random generators, from which requests without a seed are sampled, as JSON."""
@@ -102,18 +144,18 @@ class WeightExtension:
         """Put the generators back; ``states`` are those of all ranks of the engine."""
         set_random_state(json.loads(states[self.rank]))
 
-    def _arctic_weights(self, path: str, manifest: Manifest) -> Iterator[tuple[str, "torch.Tensor"]]:
-        """The written tensors, and copies for tied names where the engine keeps a tensor of its own.
-
-        vLLM unties a head when the checkpoint holds one that differs from the embedding, whatever the config says.
-        """
-        _, tied = self._arctic_expected()
-        own = {name for name, _ in self.model_runner.get_model().named_parameters()}
-        copies = {source: name for name, source in tied.items() if name in own}
-        for name, tensor in iter_weights(path):
-            yield name, tensor
-            if name in copies:
-                yield copies[name], tensor
+    def _arctic_weights(self, path: str) -> Iterator[tuple[str, "torch.Tensor"]]:
+        """The written tensors, and copies for tied names where the engine keeps a tensor of its own."""
+        copies: dict[str, list[str]] = {}
+        for name, source in self.arctic_tied_copies().items():
+            copies.setdefault(source, []).append(name)
+        folder = path if os.path.isdir(path) else os.path.dirname(path)
+        if "_arctic_segments" not in self.__dict__:
+            self._arctic_segments: dict[str, Segment] = {}
+        segment = self._arctic_segments.setdefault(folder, segment_at(folder))
+        for name, tensor in iter_weights(path, segment=segment):
+            for each in (name, *copies.get(name, ())):
+                yield each, tensor
 
     def _arctic_expected(self) -> tuple[list[TensorSpec], dict[str, str]]:
         if "_arctic_specs" not in self.__dict__:

@@ -1,15 +1,20 @@
-"""Weights handed from a trainer to samplers on one node: safetensors files in shared memory and a manifest.
+"""Weights handed from a trainer to samplers: a packed file that processes of one node map, and a manifest of it.
 
-``<directory>/v<version>/`` holds ``weights-00000.safetensors`` ... and ``manifest.json``, which is written last. The
-folder is filled under another name and renamed, so that a reader sees a whole version or none.
+``<directory>/weights.bin`` holds the tensors one after the other. It stays and is overwritten by the next version, so
+that both sides keep it mapped: fresh pages would cost several times the copy itself. ``manifest.json`` says what is
+where; it is removed before the first byte changes and written last, so that a reader sees a whole version or none.
 """
+
+from __future__ import annotations
 
 import errno
 import json
+import math
+import mmap
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,8 +24,9 @@ from ..errors import ArcticError
 if TYPE_CHECKING:
     import torch
 
-MANIFEST_NAME = "manifest.json"
-_FORMAT = 1
+MANIFEST_NAME, DATA_NAME = "manifest.json", "weights.bin"
+_FORMAT = 2
+_ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
@@ -34,10 +40,17 @@ class TensorSpec:
     dtype: str
     """Name of the torch dtype, such as ``float32``."""
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the full tensor."""
+        import torch
+
+        return math.prod(self.shape) * getattr(torch, self.dtype).itemsize
+
 
 @dataclass(frozen=True)
 class Manifest:
-    """What one written version of the weights holds."""
+    """What one written version of the weights, or a part of it, holds."""
 
     version: int
     """The policy's weight version."""
@@ -45,10 +58,58 @@ class Manifest:
     """Torch dtype that floating-point tensors were cast to."""
     tensors: tuple[TensorSpec, ...]
     """In the order of writing."""
-    files: tuple[str, ...]
-    """Safetensors files, relative to the manifest's folder."""
-    file_of: dict[str, str]
-    """Name of a tensor -> its file."""
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Where each tensor begins, and the end of the last one, in bytes."""
+        offsets = [0]
+        for spec in self.tensors:
+            offsets.append(-(-(offsets[-1] + spec.nbytes) // _ALIGNMENT) * _ALIGNMENT)
+        return tuple(offsets)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the packed tensors."""
+        return self.offsets[-1]
+
+
+class Segment:
+    """A file that is mapped once and used again: best one in shared memory, which other processes map too."""
+
+    def __init__(self, path: str | os.PathLike) -> None:
+        self.path = Path(path)
+        self._map: mmap.mmap | None = None
+
+    def reserve(self, size: int) -> None:
+        """Make the file at least ``size`` bytes long, and give it memory for all of them.
+
+        Raises:
+            OSError: the file system is full.
+        """
+        if self._map is not None and len(self._map) >= size:
+            return
+        file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            os.posix_fallocate(file, 0, size)
+            self._map = mmap.mmap(file, size)
+        finally:
+            os.close(file)
+
+    def read(self, size: int) -> None:
+        """Map an existing file of at least ``size`` bytes."""
+        if self._map is not None and len(self._map) >= size:
+            return
+        with open(self.path, "r+b") as file:
+            self._map = mmap.mmap(file.fileno(), size)
+
+    def tensor(self, spec: TensorSpec, offset: int) -> torch.Tensor:
+        """A view of the mapped bytes."""
+        import torch
+
+        count = math.prod(spec.shape)
+        return torch.frombuffer(self._map, dtype=getattr(torch, spec.dtype), count=count, offset=offset).view(
+            spec.shape
+        )
 
 
 def weights_root(needed_bytes: int = 0) -> Path:
@@ -59,108 +120,114 @@ def weights_root(needed_bytes: int = 0) -> Path:
     return Path(tempfile.gettempdir())
 
 
-def dtype_name(dtype: "torch.dtype") -> str:
+def dtype_name(dtype: torch.dtype) -> str:
     """``torch.bfloat16`` -> ``bfloat16``."""
     return str(dtype).removeprefix("torch.")
 
 
-def _owned(tensor: "torch.Tensor", dtype: "torch.dtype") -> "torch.Tensor":
-    """A contiguous CPU copy that stays valid when the giver frees or overwrites its storage."""
-    import torch
+def declare(named_tensors: Iterable[tuple[str, torch.Tensor]], dtype: str) -> list[TensorSpec]:
+    """What sending whole tensors will send, floating-point ones cast to ``dtype``.
 
-    target = dtype if tensor.is_floating_point() else tensor.dtype
-    return torch.empty(tensor.shape, dtype=target, device="cpu").copy_(tensor.detach())
+    Raises:
+        ArcticError: for a name given twice, or an empty tensor.
+    """
+    specs = [
+        TensorSpec(name, tuple(value.shape), dtype if value.is_floating_point() else dtype_name(value.dtype))
+        for name, value in named_tensors
+    ]
+    check_declared(specs)
+    return specs
+
+
+def check_declared(specs: Sequence[TensorSpec]) -> None:
+    """Refuse names given twice, and empty tensors: partitioned parameters outside of their gather context."""
+    names: set[str] = set()
+    for spec in specs:
+        if spec.name in names:
+            raise ArcticError(f"weights to send: tensor {spec.name!r} was given twice")
+        names.add(spec.name)
+        if not math.prod(spec.shape):
+            raise ArcticError(
+                f"weights to send: tensor {spec.name!r} has shape {spec.shape}; a ZeRO-3 parameter must be declared "
+                "with its full shape"
+            )
+
+
+def checked(
+    specs: Sequence[TensorSpec], named_tensors: Iterable[tuple[str, torch.Tensor]]
+) -> Iterator[tuple[TensorSpec, torch.Tensor]]:
+    """The tensors with what was declared of each.
+
+    Raises:
+        ArcticError: for a tensor of another name or shape than declared (a ZeRO-3 parameter outside its gather
+            context is empty), one too many or one too few.
+    """
+    declared = iter(specs)
+    for name, tensor in named_tensors:
+        spec = next(declared, None)
+        if spec is None:
+            raise ArcticError(f"weights to send: tensor {name!r} was not declared")
+        if (name, tuple(tensor.shape)) != (spec.name, spec.shape):
+            raise ArcticError(
+                f"weights to send: tensor {name!r} of shape {tuple(tensor.shape)} came where {spec.name!r} of shape "
+                f"{spec.shape} was declared; a ZeRO-3 parameter must be gathered while it is sent"
+            )
+        yield spec, tensor
+    left = next(declared, None)
+    if left is not None:
+        raise ArcticError(f"weights to send: tensor {left.name!r} was declared and did not come")
 
 
 def write_weights(
-    named_tensors: Iterable[tuple[str, "torch.Tensor"]],
+    specs: Sequence[TensorSpec],
+    named_tensors: Iterable[tuple[str, torch.Tensor]],
     directory: str | os.PathLike,
     version: int,
     dtype: str,
     *,
-    file_bytes: int = 256 * 2**20,
+    segment: Segment | None = None,
 ) -> Path:
-    """Write one version of the weights and return the path of its manifest.
+    """Write one version of the weights, or a part of it, and return the path of its manifest.
 
     Args:
+        specs: what will come, in that order (``declare``).
         named_tensors: (name, full tensor) pairs. Each tensor is copied before the next pair is asked for, so a
             generator may gather a ZeRO-3 parameter, yield it, and free it again.
-        directory: an existing folder, best one in shared memory; a version written before under the same number
-            is replaced.
+        directory: an existing folder, best one in shared memory; what was written there before is replaced.
         version: the policy's weight version.
         dtype: name of the torch dtype that floating-point tensors are cast to, such as ``bfloat16``.
-        file_bytes: tensors are collected in memory up to this many bytes and then written to one file.
+        segment: ``segment_at(directory)`` of an earlier call, whose mapping is used again.
 
     Raises:
-        ArcticError: for a name given twice, an empty tensor (a partitioned parameter outside its gather context),
-            or a full file system.
+        ArcticError: for a tensor that is not as declared, or a full file system.
     """
-    target = Path(directory) / f"v{version}"
-    partial = Path(tempfile.mkdtemp(prefix=f".v{version}-", dir=directory))
+    check_declared(specs)
+    manifest = Manifest(version, dtype, tuple(specs))
+    segment = segment_at(directory) if segment is None else segment
+    path = Path(directory) / MANIFEST_NAME
+    path.unlink(missing_ok=True)
     try:
-        manifest = _write_files(named_tensors, partial, version, dtype, file_bytes)
-        (partial / MANIFEST_NAME).write_text(json.dumps({"format": _FORMAT, **asdict(manifest)}))
-        if target.exists():
-            replaced = Path(tempfile.mkdtemp(prefix=f".v{version}-", dir=directory))
-            target.rename(replaced / "old")
-            partial.rename(target)
-            shutil.rmtree(replaced)
-        else:
-            partial.rename(target)
-    except BaseException as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        # safetensors reports a full file system as an error of its own, with the system's text in it
-        if os.strerror(errno.ENOSPC) in str(error):
-            raise ArcticError(
-                f"no room for the weights of version {version} in {str(directory)!r} ({error}); enlarge it (a "
-                "container's /dev/shm is 64 MiB by default: docker run --shm-size) or choose another folder"
-            ) from error
-        raise
-    return target / MANIFEST_NAME
+        segment.reserve(manifest.nbytes)
+        offsets = iter(manifest.offsets)
+        for spec, tensor in checked(specs, named_tensors):
+            segment.tensor(spec, next(offsets)).copy_(tensor.detach())
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps({"format": _FORMAT, **asdict(manifest)}))
+        partial.rename(path)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        raise ArcticError(
+            f"no room for the weights of version {version}, {manifest.nbytes / 2**20:.0f} MiB, in {str(directory)!r} "
+            f"({error}); enlarge it (a container's /dev/shm is 64 MiB by default: docker run --shm-size), or write "
+            "trainer.arctic_rl.weight_sync=low_memory"
+        ) from error
+    return path
 
 
-def _write_files(
-    named_tensors: Iterable[tuple[str, "torch.Tensor"]],
-    folder: Path,
-    version: int,
-    float_dtype: str,
-    file_bytes: int,
-) -> Manifest:
-    import torch
-    from safetensors.torch import save_file
-
-    dtype = getattr(torch, float_dtype)
-    specs: dict[str, TensorSpec] = {}
-    file_of: dict[str, str] = {}
-    files: list[str] = []
-    held: dict[str, torch.Tensor] = {}
-    held_bytes = 0
-
-    def flush() -> None:
-        nonlocal held_bytes
-        if held:
-            files.append(f"weights-{len(files):05d}.safetensors")
-            save_file(held, folder / files[-1])
-            file_of.update(dict.fromkeys(held, files[-1]))
-            held.clear()
-            held_bytes = 0
-
-    for name, tensor in named_tensors:
-        if name in specs:
-            raise ArcticError(f"weights of version {version}: tensor {name!r} was given twice")
-        if tensor.numel() == 0:
-            raise ArcticError(
-                f"weights of version {version}: tensor {name!r} has shape {tuple(tensor.shape)}; a ZeRO-3 parameter "
-                "must be gathered while it is written"
-            )
-        nbytes = tensor.numel() * (dtype.itemsize if tensor.is_floating_point() else tensor.element_size())
-        if held_bytes + nbytes > file_bytes:
-            flush()
-        held[name] = _owned(tensor, dtype)
-        held_bytes += nbytes
-        specs[name] = TensorSpec(name, tuple(tensor.shape), dtype_name(held[name].dtype))
-    flush()
-    return Manifest(version, float_dtype, tuple(specs.values()), tuple(files), file_of)
+def segment_at(directory: str | os.PathLike) -> Segment:
+    """The file of tensors in a folder of ``write_weights``."""
+    return Segment(Path(directory) / DATA_NAME)
 
 
 def read_manifest(path: str | os.PathLike) -> Manifest:
@@ -178,39 +245,43 @@ def read_manifest(path: str | os.PathLike) -> Manifest:
     if raw.pop("format", None) != _FORMAT:
         raise ArcticError(f"the manifest {str(path)!r} does not have format {_FORMAT}")
     tensors = tuple(TensorSpec(spec["name"], tuple(spec["shape"]), spec["dtype"]) for spec in raw["tensors"])
-    return Manifest(raw["version"], raw["dtype"], tensors, tuple(raw["files"]), raw["file_of"])
+    return Manifest(raw["version"], raw["dtype"], tensors)
 
 
-def iter_weights(path: str | os.PathLike) -> Iterator[tuple[str, "torch.Tensor"]]:
-    """Yield (name, tensor) in the order of writing; the tensors are read-only views of the mapped files."""
-    from safetensors import safe_open
+def iter_weights(path: str | os.PathLike, *, segment: Segment | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, tensor) in the order of writing; the tensors are views of the mapped file, not to be written to,
+    and change with the next version.
 
+    Args:
+        path: of the manifest or its folder.
+        segment: ``segment_at`` the folder, of an earlier call, whose mapping is used again.
+    """
     path = Path(path)
-    folder = path if path.is_dir() else path.parent
     manifest = read_manifest(path)
-    for file in manifest.files:
-        with safe_open(folder / file, framework="pt") as opened:
-            for spec in manifest.tensors:
-                if manifest.file_of[spec.name] == file:
-                    yield spec.name, opened.get_tensor(spec.name)
-
-
-def remove_weights(directory: str | os.PathLike, *, keep: int | None = None) -> None:
-    """Remove every written version under ``directory`` but ``keep``; a process that maps a file keeps its view."""
-    for folder in Path(directory).glob("v*"):
-        if folder.name != f"v{keep}":
-            shutil.rmtree(folder)
+    segment = segment_at(path if path.is_dir() else path.parent) if segment is None else segment
+    segment.read(manifest.nbytes)
+    for spec, offset in zip(manifest.tensors, manifest.offsets, strict=False):
+        yield spec.name, segment.tensor(spec, offset)
 
 
 def compare_manifest(manifest: Manifest, expected: Iterable[TensorSpec], dtype: str) -> list[str]:
-    """Problems that forbid loading ``manifest`` into a model that has ``expected`` tensors; empty if it fits.
+    """``compare_tensors`` for what a manifest lists."""
+    return compare_tensors(manifest.tensors, manifest.dtype, expected, dtype)
+
+
+def compare_tensors(
+    sent: Iterable[TensorSpec], sent_dtype: str, expected: Iterable[TensorSpec], dtype: str
+) -> list[str]:
+    """Problems that forbid loading tensors into a model that has ``expected`` ones; empty if they fit.
 
     Args:
+        sent: what a trainer declares, each name once.
+        sent_dtype: the dtype that its floating-point tensors are cast to.
         expected: each tensor of the model once; dtypes are not compared tensor by tensor.
-        dtype: the sampler's dtype, which the weights must have been cast to.
+        dtype: the sampler's dtype, which ``sent_dtype`` must be.
     """
     wanted = {spec.name: spec.shape for spec in expected}
-    given = {spec.name: spec.shape for spec in manifest.tensors}
+    given = {spec.name: spec.shape for spec in sent}
     problems = [f"unknown tensor {name!r}" for name in given if name not in wanted]
     problems += [f"missing tensor {name!r}" for name in wanted if name not in given]
     problems += [
@@ -218,8 +289,8 @@ def compare_manifest(manifest: Manifest, expected: Iterable[TensorSpec], dtype: 
         for name, shape in wanted.items()
         if name in given and given[name] != shape
     ]
-    if manifest.dtype != dtype:
-        problems.append(f"the weights were cast to {manifest.dtype}, the sampler holds {dtype}")
+    if sent_dtype != dtype:
+        problems.append(f"the weights were cast to {sent_dtype}, the sampler holds {dtype}")
     return problems
 
 

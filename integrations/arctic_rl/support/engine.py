@@ -14,7 +14,7 @@ from ..server.sampling_spec import PROTECTED_ENGINE_ARGS
 from .entries import Entry, NoEffect, PartOf, Refused, ours, refusal, skyrls, under
 
 _ONE_PROCESS = NoEffect("on CPUs an engine is one process, and nothing depends on how it is split")
-_TRANSFER = NoEffect("weights go through shared memory")
+_TRANSFER = NoEffect("trainer.arctic_rl.weight_sync says how weights reach the engines")
 _ROUTER = NoEffect("there is no router")
 _PREFILL = PartOf("generator.inference_engine.enable_pd", "generator.inference_engine.enable_pd=false")
 _GPUS = NoEffect("there is no GPU memory to share out")

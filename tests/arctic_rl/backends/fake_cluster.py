@@ -3,7 +3,6 @@ they are told to."""
 
 import asyncio
 import dataclasses
-import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +13,7 @@ from integrations.arctic_rl.backends.builtin import BuiltinBackend
 from integrations.arctic_rl.placement import ClusterDescription, Node
 from integrations.arctic_rl.server.sampling_spec import SamplingSpec
 from integrations.arctic_rl.server.specs import OptimizerSpec, ServerConfig, TrainingSpec
+from integrations.arctic_rl.server.weights import declare, read_manifest, write_weights
 from integrations.arctic_rl.wire.body import decode, encode_answer
 from integrations.arctic_rl.zorro.cost import CostModel
 
@@ -79,8 +79,7 @@ class FakeEngine:
         return {"token_ids": tokens, "logprobs": None, "stop_reason": "stop", "weight_version": self.version}
 
     async def sync_weights(self, path, version, keep_cache=False):
-        manifest = Path(path) / "manifest.json" if Path(path).is_dir() else Path(path)
-        assert json.loads(manifest.read_text()) == version
+        assert read_manifest(path).version == version
         self.version = version
         return version
 
@@ -144,12 +143,8 @@ class FakeRank:
         return {"lr": 1e-3, "grad_norm": 1.0, "skipped": False}
 
     async def export_weights(self, directory, version, dtype):
-        folder = Path(directory) / f"v{version}"
-        if self.rank:
-            return None
-        folder.mkdir()
-        (folder / "manifest.json").write_text(json.dumps(version))
-        return str(folder / "manifest.json")
+        tensors = [("w", torch.full((2,), float(version)))]
+        return None if self.rank else str(write_weights(declare(tensors, dtype), tensors, directory, version, dtype))
 
     async def save_checkpoint(self, directory):
         await asyncio.sleep(0.002)

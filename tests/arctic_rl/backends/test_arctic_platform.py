@@ -328,6 +328,7 @@ ALGORITHM, ARCTIC, OPTIMIZER = "trainer.algorithm", "trainer.arctic_rl", "traine
         f"{ARCTIC}.zero_stage=0",
         f"{ARCTIC}.zero_stage=1",
         f"{ARCTIC}.device=cpu",
+        f"{ARCTIC}.weight_sync=nccl",
         "generator.inference_engine.pipeline_parallel_size=2",
         "generator.max_turns=2",
         "generator.sampling_params.additional_kwargs={logit_bias:{'3':1.0}}",

@@ -9,8 +9,11 @@ import torch
 
 from integrations.arctic_rl.server import engine as engine_module
 from integrations.arctic_rl.server import hf_export
-from integrations.arctic_rl.server.engine import full_parameters
-from integrations.arctic_rl.server.weights import iter_weights, write_weights
+from integrations.arctic_rl.server.weight_sync.buckets import plan_buckets
+from integrations.arctic_rl.server.weight_sync.part import unpack
+from integrations.arctic_rl.server.weight_sync.sender import WeightSender
+from integrations.arctic_rl.server.weight_sync.transfer import weight_source
+from integrations.arctic_rl.server.weights import iter_weights
 
 COUNT, NUMEL = 10, 2**18
 """Parameters of 1 MiB each."""
@@ -45,7 +48,7 @@ def partitioned(monkeypatch):
     for index in range(COUNT):
         parameter = torch.nn.Parameter(torch.empty(0))
         parameter.whole = torch.rand(NUMEL, generator=generator)
-        parameter.ds_numel, parameter.label = NUMEL, f"weight_{index}"
+        parameter.ds_numel, parameter.ds_shape, parameter.label = NUMEL, (512, 512), f"weight_{index}"
         module.register_parameter(parameter.label, parameter)
     return SimpleNamespace(engine=SimpleNamespace(module=module), whole=dict(module.named_parameters()))
 
@@ -53,15 +56,62 @@ def partitioned(monkeypatch):
 PAIRS = [[f"weight_{index}", f"weight_{index + 1}"] for index in range(0, COUNT, 2)]
 
 
-def test_the_engines_get_whole_values_that_stay(partitioned, tmp_path):
-    manifest = write_weights(full_parameters(partitioned.engine, 3), tmp_path, 1, "float32", file_bytes=3 * 2**20)
-    written = dict(iter_weights(manifest))
-    assert written.keys() == partitioned.whole.keys()
+ALONE = [[f"weight_{index}"] for index in range(COUNT)]
+
+
+def check_values(sent, partitioned):
+    assert list(sent) == list(partitioned.whole)
     for name, parameter in partitioned.whole.items():
         assert parameter.shape == (0,)
-        assert written[name].shape == (512, 512)
-        assert torch.equal(written[name].flatten(), parameter.whole)
+        assert sent[name].shape == (512, 512)
+        assert torch.equal(sent[name].flatten(), parameter.whole)
+
+
+def test_the_engines_get_whole_values_that_stay(partitioned, tmp_path):
+    manifest = WeightSender(partitioned.engine, 3, 0).export(str(tmp_path), 1, "float32")
+    check_values(dict(iter_weights(manifest)), partitioned)
     assert Gathered.entered == PAIRS, "5 gathers of 2 MiB, not one of everything"
+
+
+@pytest.mark.parametrize("mapped", [True, False])
+def test_buckets_hold_whole_values_that_stay(partitioned, tmp_path, mapped):
+    """Ten parameters of 1 MiB, of which nothing is held outside of a gather, and a limit of 2 MiB: five buckets."""
+    sender = WeightSender(partitioned.engine, 3, 0)
+    buckets = plan_buckets(sender.declare("float32"), 2 * 2**20)
+    assert [[spec.name for spec in bucket] for bucket in buckets] == PAIRS
+    sent = {}
+    for names in PAIRS:
+        part = sender.export_bucket(names, str(tmp_path) if mapped else None, 1, "float32")
+        received = iter_weights(part) if mapped else unpack(part)
+        sent |= {name: tensor.clone() for name, tensor in received}
+    check_values(sent, partitioned)
+    assert Gathered.entered == ALONE, "each once, so that no more than one is held besides the bucket"
+    if mapped:
+        assert (tmp_path / "weights.bin").stat().st_size == 2 * 2**20
+
+
+@pytest.mark.parametrize("mapped", [True, False])
+def test_every_rank_gathers_alike(partitioned, tmp_path, mapped):
+    orders = []
+    for rank in (0, 1):
+        sender = WeightSender(partitioned.engine, 3, rank)
+        Gathered.entered.clear()
+        for names in PAIRS:
+            part = sender.export_bucket(names, str(tmp_path) if mapped else None, 1, "float32")
+            assert (part is None) == (rank == 1)
+        orders.append([*Gathered.entered])
+    assert orders == [ALONE, ALONE]
+
+
+def test_vllms_transfer_reads_whole_values_that_stay(partitioned):
+    """vLLM holds what it was given until a buffer is full: the source copies what a gather takes back."""
+    sender = WeightSender(partitioned.engine, 3, 0)
+    source = weight_source(sender.declare("float32"), {}, sender._read, lasting=False)
+    for _ in range(2):
+        check_values(dict(source), partitioned)
+    assert [(meta.name, meta.dtype, meta.shape) for meta in source.metadata()] == [
+        (name, torch.float32, (512, 512)) for name in partitioned.whole
+    ]
 
 
 def test_an_export_holds_whole_values_that_stay_and_every_rank_gathers_alike(partitioned, tmp_path, monkeypatch):

@@ -24,7 +24,8 @@ from integrations.arctic_rl.server.lora import (
 from integrations.arctic_rl.server.plain import from_plain
 from integrations.arctic_rl.server.specs import INIT_METHODS, LoraSpec, OptimizerSpec, TrainingSpec
 from integrations.arctic_rl.server.training_worker import TrainingWorker
-from integrations.arctic_rl.server.weights import compare_manifest, model_tensors, read_manifest, write_weights
+from integrations.arctic_rl.server.weight_sync.sender import WeightSender
+from integrations.arctic_rl.server.weights import compare_manifest, model_tensors, read_manifest
 from integrations.arctic_rl.zorro.attention import SHARED_ATTENTION
 from tests.arctic_rl.processors.helpers import FakeEngine, tiny_model
 from tests.arctic_rl.skyrl_critic import load_skyrls
@@ -170,7 +171,7 @@ class TestMergedWeights:
 
     def test_are_what_an_engine_expects(self, path, tmp_path):
         engine = SimpleNamespace(module=adapted(path, moved=0.1))
-        manifest = read_manifest(write_weights(full_parameters(engine, 0), tmp_path, 1, "bfloat16"))
+        manifest = read_manifest(WeightSender(engine, 0, 0).export(str(tmp_path), 1, "bfloat16"))
         assert compare_manifest(manifest, model_tensors(path)[0], "bfloat16") == []
 
     def test_of_a_bfloat16_model_are_summed_in_float32(self, path):

@@ -23,7 +23,9 @@ from integrations.arctic_rl.server.sampling_spec import (
     engine_environment,
 )
 from integrations.arctic_rl.server.sampling_worker import SamplingWorker
-from integrations.arctic_rl.server.weights import write_weights
+from integrations.arctic_rl.server.weight_sync.buckets import plan_buckets
+from integrations.arctic_rl.server.weight_sync.part import pack
+from integrations.arctic_rl.server.weights import TensorSpec, declare, write_weights
 from tests.arctic_rl.server import engine_rollouts
 from tests.arctic_rl.server.engine_rollouts import RETOKENISED, TEMPLATE
 
@@ -78,13 +80,30 @@ class FakeEngine:
         yield SimpleNamespace(outputs=[completion])
 
     async def collective_rpc(self, method, args=()):
+        if method == "arctic_tied_copies":
+            return [{"head": "embedding"}]
         self.events.append(method)
         if method == "arctic_check_weights":
+            assert args == ([("w", [2], "float32")], "float32")
             return [self.problems]
-        if self.load_error is not None:
-            raise self.load_error
-        self.version = json.loads(Path(args[0]).read_text())["version"]
+        if method in ("arctic_load_weights", "arctic_load_part"):
+            if self.load_error is not None:
+                raise self.load_error
+            self.version = json.loads(Path(args[0]).read_text())["version"]
         return [self.version]
+
+    async def start_weight_update(self):
+        self.events.append("start")
+
+    async def finish_weight_update(self):
+        self.events.append("finish")
+
+    async def init_weight_transfer_engine(self, request):
+        self.events.append(("init", request.init_info))
+
+    async def update_weights(self, request):
+        self.events.append(("update", request.update_info))
+        self.version += 1
 
     async def pause_generation(self, *, mode, clear_cache):
         self.events.append(f"pause {mode}{' and clear' if clear_cache else ''}")
@@ -123,7 +142,8 @@ def fake(monkeypatch):
 
 
 def weights_at(tmp_path, version):
-    return str(write_weights([("w", torch.full((2,), float(version)))], tmp_path, version, "float32"))
+    tensors = [("w", torch.full((2,), float(version)))]
+    return str(write_weights(declare(tensors, "float32"), tensors, tmp_path, version, "float32"))
 
 
 def run(coroutine):
@@ -282,6 +302,86 @@ def test_weights_that_do_not_fit_change_nothing(fake, tmp_path):
     run(check())
 
 
+W = [TensorSpec("w", (2,), "float32")]
+
+
+def test_an_update_in_parts_empties_the_cache_before_anything_is_generated(fake, tmp_path):
+    """Names first; then requests under way end, new ones wait until the last part is loaded and the cache is empty."""
+
+    async def check():
+        worker, engine = fake(scratch_directory=str(tmp_path))
+        assert await worker.check_tensors(W, "float32") == {"head": "embedding"}
+        engine.hold.clear()
+        running = asyncio.create_task(worker.generate([5], GREEDY, "running"))
+        await asyncio.sleep(0)
+        begin = asyncio.create_task(worker.begin_update(2))
+        await asyncio.sleep(0.01)
+        engine.hold.set()
+        await begin
+        waiting = asyncio.create_task(worker.generate([5], GREEDY, "waiting"))
+        await worker.load_part(weights_at(tmp_path, 2))
+        await worker.load_part(pack(W, [("w", torch.ones(2))], 2, "float32"))
+        assert not waiting.done()
+        assert await worker.end_update() == 2
+        assert (await running)["weight_version"] == 0
+        assert (await waiting)["token_ids"] == [2, 2] and (await waiting)["weight_version"] == 2
+        parts = ["arctic_begin_parts", "arctic_load_part", "arctic_load_part", "arctic_end_parts"]
+        asked = ["arctic_check_weights", "generate running", "done running"]
+        assert engine.events == [*asked, *parts, "reset_prefix_cache", "generate waiting", "done waiting"]
+
+    run(check())
+
+
+def test_an_update_that_is_given_up_leaves_an_engine_that_refuses(fake, tmp_path):
+    async def check():
+        worker, engine = fake(scratch_directory=str(tmp_path))
+        await worker.begin_update(1)
+        waiting = asyncio.create_task(worker.generate([5], GREEDY, "a"))
+        engine.load_error = RuntimeError("half way")
+        with pytest.raises(ArcticError, match="vLLM failed: half way"):
+            await worker.load_part(weights_at(tmp_path, 1))
+        await worker.abort_update()
+        await worker.abort_update()
+        for late in (worker.load_part("x"), worker.transfer_start(), worker.end_update()):
+            with pytest.raises(ArcticError, match="no update was opened"):
+                await late
+        with pytest.raises(ArcticError, match="loading weights of version 1 did not end"):
+            await waiting
+        engine.load_error = None
+        await worker.sync_weights(weights_at(tmp_path, 1), 1)
+        assert (await worker.generate([5], GREEDY, "b"))["token_ids"] == [1, 1]
+
+    run(check())
+
+
+def test_vllms_transfer_runs_inside_an_update(fake):
+    """The worker hands vLLM's four calls on, and no parts of its own."""
+
+    async def check():
+        worker, engine = fake(device="cuda", weight_transfer="nccl")
+        await worker.transfer_init({"rank_offset": 1})
+        assert (await worker.generate([5], GREEDY, "a"))["token_ids"] == [0, 0]
+        await worker.begin_update(1)
+        await worker.transfer_start()
+        await worker.transfer_update({"names": ["w"]})
+        await worker.transfer_finish()
+        assert await worker.end_update() == 1
+        assert (await worker.generate([5], GREEDY, "b"))["token_ids"] == [1, 1]
+        assert engine.events == [
+            ("init", {"rank_offset": 1}),
+            "generate a",
+            "done a",
+            "start",
+            ("update", {"names": ["w"]}),
+            "finish",
+            "reset_prefix_cache",
+            "generate b",
+            "done b",
+        ]
+
+    run(check())
+
+
 def test_a_sleeping_engine_refuses_until_both_parts_are_awake(fake, tmp_path):
     """SkyRL's colocated order: sleep, wake the weights, sync, wake the cache, generate."""
 
@@ -292,8 +392,9 @@ def test_a_sleeping_engine_refuses_until_both_parts_are_awake(fake, tmp_path):
         assert await worker.is_sleeping()
         with pytest.raises(ArcticError, match="kv_cache and weights asleep"):
             await worker.generate([5], GREEDY, "a")
-        with pytest.raises(ArcticError, match="sleeping engine"):
-            await worker.sync_weights(weights_at(tmp_path, 1), 1)
+        for sync in (worker.sync_weights(weights_at(tmp_path, 1), 1), worker.begin_update(1)):
+            with pytest.raises(ArcticError, match="sleeping engine"):
+                await sync
         await worker.wake_up(["weights"])
         await worker.sync_weights(weights_at(tmp_path, 1), 1)
         with pytest.raises(ArcticError, match=r"\(kv_cache asleep\)"):
@@ -375,6 +476,9 @@ def test_engine_arguments_and_the_nearest_known_name():
     assert engine_arguments(trusting, [*known, "trust_remote_code"])["trust_remote_code"] is False
     assert built["generation_config"] == "vllm" and built["kv_cache_memory_bytes"] == 2**26
     assert built["worker_extension_cls"] == "integrations.arctic_rl.server.weight_extension.WeightExtension"
+    assert "weight_transfer_config" not in built
+    by_nccl = engine_arguments(spec(device="cuda", weight_transfer="nccl"), known)
+    assert by_nccl["weight_transfer_config"] == {"backend": "nccl"}
     with pytest.raises(UnsupportedError, match=r"hf_override: .*did you mean 'hf_overrides'"):
         engine_arguments(spec(engine_kwargs={"hf_override": {}}), known)
 
@@ -394,6 +498,8 @@ def test_the_environment_follows_the_spec(tmp_path):
         "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
     }
     assert engine_environment(spec(device="cuda")) == {"VLLM_NO_USAGE_STATS": "1"}
+    ipc = engine_environment(spec(device="cuda", weight_transfer="ipc"))
+    assert ipc == {"VLLM_NO_USAGE_STATS": "1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
 
 
 @pytest.mark.parametrize(
@@ -523,7 +629,8 @@ def greedy(real, prompts, length, **params):
 
 
 def sync(real, tensors, version, dtype="float32"):
-    path = write_weights(tensors, real.folder, version, dtype)
+    tensors = dict(tensors)
+    path = write_weights(declare(tensors.items(), dtype), tensors.items(), real.folder, version, dtype)
     return real.get(real.actor.sync_weights.remote(str(path), version), timeout=60)
 
 
@@ -804,7 +911,7 @@ def test_frozen_requests_go_on_with_the_new_weights(real, keep_cache):
     time.sleep(0.2)
     generator = torch.Generator().manual_seed(version)
     new = {name: value + torch.randn(value.shape, generator=generator) * 0.05 for name, value in old.items()}
-    path = write_weights(new.items(), real.folder, version, "float32")
+    path = write_weights(declare(new.items(), "float32"), new.items(), real.folder, version, "float32")
     assert read_manifest(path).version == version
     assert real.get(real.actor.sync_weights.remote(str(path), version, keep_cache), timeout=60) == version
     real.get(real.actor.thaw.remote())
@@ -827,6 +934,34 @@ def test_frozen_requests_go_on_with_the_new_weights(real, keep_cache):
             assert tail.mean() > 1e-3, "keys and values of the old weights were computed anew"
         else:
             assert tail.max() < 1e-3
+
+
+@pytest.mark.slow
+def test_weights_in_buckets_are_sampled(real):
+    """Fused layers lie in several buckets, each of which is overwritten by the next one; one comes as bytes."""
+    version = real.get(real.actor.weight_version.remote()) + 1
+    generator = torch.Generator().manual_seed(version)
+    with torch.no_grad():
+        for parameter in real.model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
+    tensors = dict(real.model.named_parameters())
+    specs = declare(tensors.items(), "float32")
+    assert real.get(real.actor.check_tensors.remote(specs, "float32")) == {}
+    real.get(real.actor.begin_update.remote(version))
+    buckets = plan_buckets(specs, 2**14)
+    assert len(buckets) > 5
+    for number, bucket in enumerate(buckets):
+        values = [(spec.name, tensors[spec.name]) for spec in bucket]
+        if number % 2:
+            part = pack(bucket, values, version, "float32")
+        else:
+            part = str(write_weights(bucket, values, real.folder, version, "float32"))
+        real.get(real.actor.load_part.remote(part), timeout=60)
+    assert real.get(real.actor.end_update.remote(), timeout=60) == version
+    prompts = random_prompts(4, seed=13, low=40, high=60)
+    results = greedy(real, prompts, 20)
+    assert [r["token_ids"] for r in results] == [reference_greedy(real.model, prompt, 20) for prompt in prompts]
+    assert {result["weight_version"] for result in results} == {version}
 
 
 @pytest.mark.slow

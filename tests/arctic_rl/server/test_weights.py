@@ -13,10 +13,11 @@ from integrations.arctic_rl.server.weights import (
     TensorSpec,
     checkpoint_names,
     compare_manifest,
+    declare,
     iter_weights,
     model_tensors,
     read_manifest,
-    remove_weights,
+    segment_at,
     write_weights,
 )
 
@@ -30,11 +31,14 @@ def random_tensors(seed: int = 0) -> dict[str, torch.Tensor]:
     return tensors
 
 
+def write(tensors: dict[str, torch.Tensor], directory, version: int, dtype: str = "float32", **more):
+    return write_weights(declare(tensors.items(), dtype), tensors.items(), directory, version, dtype, **more)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("file_bytes", [1, 100, 2**20])
-def test_round_trip_is_exact_after_the_cast(tmp_path, dtype, file_bytes):
+def test_round_trip_is_exact_after_the_cast(tmp_path, dtype):
     tensors = random_tensors()
-    path = write_weights(tensors.items(), tmp_path, 3, dtype, file_bytes=file_bytes)
+    path = write(tensors, tmp_path, 3, dtype)
     read = dict(iter_weights(path))
     assert list(read) == list(tensors)
     for name, tensor in tensors.items():
@@ -44,15 +48,23 @@ def test_round_trip_is_exact_after_the_cast(tmp_path, dtype, file_bytes):
     assert (manifest.version, manifest.dtype) == (3, dtype)
     assert manifest.tensors[0] == TensorSpec("embed", (11, 4), dtype)
     assert manifest.tensors[5] == TensorSpec("counts", (6,), "int64")
-    assert os.listdir(tmp_path) == ["v3"]
+    assert all(offset % 64 == 0 for offset in manifest.offsets)
+    assert sorted(os.listdir(tmp_path)) == ["manifest.json", "weights.bin"]
 
 
-def test_files_are_filled_up_to_the_limit(tmp_path):
-    """Ten tensors of 1 MiB and a limit of 2 MiB: five files."""
-    tensors = ((f"w{i}", torch.full((512, 512), float(i))) for i in range(10))
-    path = write_weights(tensors, tmp_path, 1, "float32", file_bytes=2 * 2**20)
-    assert len(read_manifest(path).files) == 5
-    assert [float(tensor[0, 0]) for _, tensor in iter_weights(path)] == list(range(10))
+def test_both_sides_keep_their_mappings_for_the_next_version(tmp_path):
+    """A reader's views follow the next version, a larger one takes a larger file, a smaller one the same."""
+    written, read = segment_at(tmp_path), segment_at(tmp_path)
+    inode = None
+    for version, size in ((1, 100), (2, 100), (3, 70_000), (4, 5)):
+        path = write({"a": torch.full((size,), float(version))}, tmp_path, version, segment=written)
+        inode = inode or os.stat(written.path).st_ino
+        ((_, tensor),) = iter_weights(path, segment=read)
+        assert tensor.tolist() == [float(version)] * size
+        assert os.stat(written.path).st_ino == inode, "the same file"
+        if version == 1:
+            view = tensor
+    assert view.tolist()[:5] == [4.0] * 5
 
 
 def test_a_gathered_tensor_is_not_kept(tmp_path):
@@ -66,49 +78,63 @@ def test_a_gathered_tensor_is_not_kept(tmp_path):
             parameter.fill_(float("nan"))
             parameter.data = torch.empty(0)
 
-    path = write_weights(gathered(), tmp_path, 1, "float32", file_bytes=3 * 64 * 32 * 4)
+    path = write_weights(declare(full.items(), "float32"), gathered(), tmp_path, 1, "float32")
     read = dict(iter_weights(path))
     assert read.keys() == full.keys() and all(torch.equal(read[name], full[name]) for name in full)
 
 
-def test_a_partitioned_parameter_is_refused_and_nothing_is_left(tmp_path):
-    with pytest.raises(ArcticError, match=r"'b' has shape \(0,\).*gathered"):
-        write_weights([("a", torch.ones(2)), ("b", torch.empty(0))], tmp_path, 1, "float32")
-    with pytest.raises(ArcticError, match="'a' was given twice"):
-        write_weights([("a", torch.ones(2)), ("a", torch.ones(2))], tmp_path, 1, "float32")
-    assert os.listdir(tmp_path) == []
+@pytest.mark.parametrize(
+    ("came", "message"),
+    [
+        (
+            [("a", torch.ones(2)), ("b", torch.empty(0))],
+            r"'b' of shape \(0,\) came where 'b' of shape \(3,\).*gathered",
+        ),
+        ([("b", torch.ones(3)), ("a", torch.ones(2))], r"'b' of shape \(3,\) came where 'a'"),
+        ([("a", torch.ones(2))], "'b' was declared and did not come"),
+        ([("a", torch.ones(2)), ("b", torch.ones(3)), ("c", torch.ones(1))], "'c' was not declared"),
+    ],
+)
+def test_what_comes_is_what_was_declared(tmp_path, came, message):
+    specs = declare([("a", torch.ones(2)), ("b", torch.ones(3))], "float32")
+    write_weights(specs, [("a", torch.ones(2)), ("b", torch.ones(3))], tmp_path, 1, "float32")
+    with pytest.raises(ArcticError, match=message):
+        write_weights(specs, came, tmp_path, 2, "float32")
+    with pytest.raises(ArcticError, match="manifest is missing"):
+        read_manifest(tmp_path)
+
+
+@pytest.mark.parametrize(("name", "tensor"), [("a", torch.ones(2)), ("b", torch.empty(0))])
+def test_twice_and_nothing_cannot_be_declared(name, tensor):
+    with pytest.raises(ArcticError, match="given twice" if name == "a" else r"'b' has shape \(0,\).*full shape"):
+        declare([("a", torch.ones(2)), (name, tensor)], "float32")
 
 
 def test_a_version_appears_whole_or_not_at_all(tmp_path):
-    """While tensors are still coming, no reader sees the version; a failing giver leaves the former one."""
-    write_weights([("a", torch.zeros(2))], tmp_path, 1, "float32")
+    """While tensors are still coming, no reader sees a version."""
+    tensors = {"a": torch.zeros(2), "b": torch.ones(3)}
+    write(tensors, tmp_path, 1)
 
     def failing():
         yield "a", torch.ones(2)
-        assert float(next(iter_weights(tmp_path / "v1"))[1][0]) == 0
+        with pytest.raises(ArcticError, match="manifest is missing"):
+            read_manifest(tmp_path)
         raise RuntimeError("gather failed")
 
     with pytest.raises(RuntimeError, match="gather failed"):
-        write_weights(failing(), tmp_path, 1, "float32", file_bytes=1)
-    assert os.listdir(tmp_path) == ["v1"] and float(next(iter_weights(tmp_path / "v1"))[1][0]) == 0
-    write_weights([("a", torch.ones(2))], tmp_path, 1, "float32")
-    assert os.listdir(tmp_path) == ["v1"] and float(next(iter_weights(tmp_path / "v1"))[1][0]) == 1
-
-
-def test_old_versions_are_removed_and_a_mapped_one_stays_readable(tmp_path):
-    for version in (1, 2, 3):
-        write_weights([("a", torch.full((1024,), float(version)))], tmp_path, version, "float32")
-    mapped = dict(iter_weights(tmp_path / "v2"))["a"]
-    remove_weights(tmp_path, keep=3)
-    assert os.listdir(tmp_path) == ["v3"] and float(mapped.sum()) == 2048
+        write_weights(declare(tensors.items(), "float32"), failing(), tmp_path, 2, "float32")
+    with pytest.raises(ArcticError, match="manifest is missing"):
+        read_manifest(tmp_path)
+    write(tensors, tmp_path, 2)
+    assert read_manifest(tmp_path).version == 2
 
 
 def test_no_manifest_and_another_format(tmp_path):
     with pytest.raises(ArcticError, match="manifest is missing"):
         read_manifest(tmp_path)
-    path = write_weights([("a", torch.zeros(1))], tmp_path, 1, "float32")
-    path.write_text(json.dumps({**json.loads(path.read_text()), "format": 2}))
-    with pytest.raises(ArcticError, match="format 1"):
+    path = write({"a": torch.zeros(1)}, tmp_path, 1)
+    path.write_text(json.dumps({**json.loads(path.read_text()), "format": 1}))
+    with pytest.raises(ArcticError, match="format 2"):
         read_manifest(path)
     assert path.name == MANIFEST_NAME
 
@@ -117,10 +143,9 @@ def test_a_full_file_system_is_named(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, os.strerror(28))
 
-    monkeypatch.setattr("safetensors.torch.save_file", full)
-    with pytest.raises(ArcticError, match=r"no room for the weights of version 4.*shm-size"):
-        write_weights([("a", torch.zeros(1))], tmp_path, 4, "float32")
-    assert os.listdir(tmp_path) == []
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(ArcticError, match=r"no room for the weights of version 4, 0 MiB.*shm-size.*low_memory"):
+        write({"a": torch.zeros(1)}, tmp_path, 4)
 
 
 def test_root_falls_back_to_the_temporary_folder(monkeypatch):
@@ -151,7 +176,7 @@ def test_names_sent_are_the_names_accepted(tmp_path, tied):
     """A trainer sends ``named_parameters``; the accepted set comes from the config alone."""
     model = tiny_model(tied)
     model.save_pretrained(tmp_path / "model")
-    path = write_weights(model.named_parameters(), tmp_path, 1, "float32")
+    path = write(dict(model.named_parameters()), tmp_path, 1)
     accepted, ties = model_tensors(str(tmp_path / "model"))
     names = [spec.name for spec in accepted]
     assert sorted(names) == sorted(name for name, _ in model.named_parameters()) and len(names) == len(set(names))
@@ -169,7 +194,7 @@ def test_every_misfit_is_named(tmp_path):
     tensors["lm_head.weight"] = model.lm_head.weight
     tensors["model.norm.weight"] = torch.ones(33)
     del tensors["model.layers.1.mlp.up_proj.weight"]
-    manifest = read_manifest(write_weights(tensors.items(), tmp_path, 1, "bfloat16"))
+    manifest = read_manifest(write(tensors, tmp_path, 1, "bfloat16"))
     assert compare_manifest(manifest, accepted, "float32") == [
         "unknown tensor 'lm_head.weight'",
         "missing tensor 'model.layers.1.mlp.up_proj.weight'",

@@ -1,0 +1,56 @@
+"""A bucket of weights as bytes, for receivers that cannot map the sender's file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ..weights import Manifest, Segment, TensorSpec, checked, segment_at, write_weights
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+
+@dataclass(frozen=True)
+class PackedPart:
+    """Tensors one after the other, as their manifest says; Ray shares the bytes among the workers of a node."""
+
+    manifest: Manifest
+    data: np.ndarray
+    """uint8."""
+
+
+def pack(
+    specs: Sequence[TensorSpec], named_tensors: Iterable[tuple[str, torch.Tensor]], version: int, dtype: str
+) -> PackedPart:
+    """Copy tensors, as ``write_weights`` does, into bytes."""
+    import torch
+
+    manifest = Manifest(version, dtype, tuple(specs))
+    data = torch.empty(manifest.nbytes, dtype=torch.uint8)
+    for (spec, tensor), offset in zip(checked(specs, named_tensors), manifest.offsets, strict=False):
+        place = data[offset : offset + spec.nbytes].view(getattr(torch, spec.dtype)).view(spec.shape)
+        place.copy_(tensor.detach())
+    return PackedPart(manifest, data.numpy())
+
+
+def unpack(part: PackedPart) -> Iterable[tuple[str, torch.Tensor]]:
+    """(name, tensor) pairs that share the part's memory, not to be written to."""
+    import torch
+
+    for spec, offset in zip(part.manifest.tensors, part.manifest.offsets, strict=False):
+        place = part.data[offset : offset + spec.nbytes]
+        yield spec.name, torch.from_numpy(place).view(getattr(torch, spec.dtype)).view(spec.shape)
+
+
+def as_file(part: str | PackedPart, directory: str, segment: Segment | None = None) -> str:
+    """The path of a part's manifest on this node; bytes are written to ``directory``."""
+    if isinstance(part, str):
+        return part
+    manifest = part.manifest
+    segment = segment_at(directory) if segment is None else segment
+    return str(
+        write_weights(manifest.tensors, unpack(part), directory, manifest.version, manifest.dtype, segment=segment)
+    )
