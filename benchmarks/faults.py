@@ -71,7 +71,6 @@ def overrides(data: Path, model: Path, folder: Path) -> list[str]:
     from examples import quickstart
 
     values = {
-        "data.val_data": "null",
         "trainer.arctic_rl.env_modules": "[fault_injection]",
         "trainer.arctic_rl.worker_timeout_s": TIMEOUT_S,
         "trainer.arctic_rl.max_cpu_workers": 5,
@@ -87,6 +86,8 @@ def overrides(data: Path, model: Path, folder: Path) -> list[str]:
         "trainer.algorithm.use_kl_loss": "true",
         "trainer.train_batch_size": 4,
         "trainer.policy_mini_batch_size": 4,
+        "trainer.micro_train_batch_size_per_gpu": 4,
+        "trainer.micro_forward_batch_size_per_gpu": 4,
         "trainer.max_training_steps": STEPS,
         "trainer.eval_before_train": "false",
         "trainer.eval_interval": -1,
