@@ -80,6 +80,7 @@ def overrides(data: Path, model: Path, folder: Path) -> list[str]:
         "trainer.placement.policy_num_gpus_per_node": 2,
         "trainer.placement.critic_num_gpus_per_node": 1,
         "trainer.placement.ref_num_gpus_per_node": 1,
+        "trainer.placement.colocate_policy_ref": "false",
         "trainer.critic.model.path": model,
         "trainer.critic_mini_batch_size": 4,
         "trainer.algorithm.advantage_estimator": "gae",
