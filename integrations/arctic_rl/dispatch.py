@@ -333,7 +333,9 @@ class ArcticDispatch:
             if not value:
                 raise UnsupportedError(f"{name}=False is not served: a checkpoint is loaded as a whole")
         outcome = self._loop.run(self._backend.load_checkpoint(model, ckpt_dir))
-        left_out = "the checkpoint of {} is of another number of {}: their random states are left out"
+        left_out = (
+            "the checkpoint of {} is of another number of {}, or has no random states of theirs: none is taken up"
+        )
         if not outcome["same_ranks"]:
             logger.warning(left_out.format(model, "ranks"))
         if model == "ref":

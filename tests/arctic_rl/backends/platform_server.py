@@ -156,9 +156,6 @@ class ReplicaPool:
         self._workers = []
 
     async def generate(self, prompts: list[str], params: dict, strict: bool = False) -> list[dict]:
-        from vllm import SamplingParams
-
-        SamplingParams(**params)
         if self.sleeping:
             raise RuntimeError("Model is sleeping; call /wake_up first")
         return [await self._workers[0].sample.remote(prompt, params) for prompt in prompts]

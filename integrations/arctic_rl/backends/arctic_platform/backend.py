@@ -153,7 +153,7 @@ class ArcticPlatformBackend(RemoteBackend):
             answer = await self._connected().fwd_bwd(payload)
         self._gradient_is_there = True
         return {
-            **update_result(answer, padded, meta, processing),
+            **update_result(answer, batch, meta, processing),
             "lr": self._config.policy.optimizer.lr,
             "micro_batches": [self._pieces] * self.dp_size("policy"),
         }

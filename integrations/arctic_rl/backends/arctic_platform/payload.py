@@ -16,6 +16,7 @@ import torch
 from torch.nn.functional import pad
 
 from ...errors import ArcticError, RequestError, UnsupportedError
+from .returned_metrics import returned_metrics
 from .rows import check_rows
 
 __all__ = [
@@ -119,9 +120,13 @@ def update_result(
     Its losses are means over tokens; ours are what was minimised. Its own entropy metric is one token off the mask;
     ours is taken from the entropies that it returns.
 
+    Args:
+        answer: rows behind those of ``batch`` are left out.
+        batch: what was sent, without rows that only pad it.
+
     Returns:
         ``avg_loss`` and ``metrics``: pg_loss, ppo_kl, pg_clipfrac, pg_clipfrac_lower, kl_loss where it is used, and
-        entropy where ``meta`` asks for it.
+        where ``meta`` asks for entropies those of ``returned_metrics``.
 
     Raises:
         ArcticError: the answer holds no entropies although they were asked for.
@@ -133,7 +138,7 @@ def update_result(
     if settings["use_kl_loss"]:
         metrics["kl_loss"] = theirs["kl_loss"] * share
     if meta.get("calculate_entropy"):
-        metrics["entropy"] = _mean_entropy(answer, mask)
+        metrics |= _returned(answer, batch, mask)
     return {"avg_loss": theirs["loss"] * share, "metrics": metrics}
 
 
@@ -171,15 +176,22 @@ def forward_result(answer: Mapping[str, Any], batch: Mapping[str, Any]) -> dict[
 
 def _of_token(values: Any) -> torch.Tensor:
     """Numbers that the server gives in the column of the token before, in the token's own, [B, P+R], float32."""
-    return pad(torch.as_tensor(values, dtype=torch.float32)[:, :-1], (1, 0))
+    return pad(torch.as_tensor(values, dtype=torch.float32).detach()[:, :-1], (1, 0))
 
 
-def _mean_entropy(answer: Mapping[str, Any], mask: torch.Tensor) -> float:
-    entropies = (answer.get("batch") or {}).get("entropy")
-    if entropies is None:
+def _returned(answer: Mapping[str, Any], batch: Mapping[str, Any], mask: torch.Tensor) -> dict[str, float]:
+    found = answer.get("batch") or {}
+    if found.get("entropy") is None:
         raise ArcticError("arctic-platform's server returned no entropies: it is another release than 0.1.4")
-    total = torch.where(mask.bool(), _of_token(entropies), 0).sum(dtype=torch.float64)
-    return float(total) / max(int(mask.sum()), 1)
+    width = mask.shape[1] - batch["prompts"].shape[1]
+
+    def of_responses(values: torch.Tensor) -> torch.Tensor:
+        return values[:, -width:]
+
+    outputs = (of_responses(_of_token(found[name])[: len(mask)]) for name in ("logprobs", "entropy"))
+    names = [name for name in ("old_log_probs", "rollout_logprobs") if batch.get(name) is not None]
+    given = {name: of_responses(_full_width(batch, name)) for name in names}
+    return returned_metrics(*outputs, given, of_responses(mask))
 
 
 def loss_refusals(settings: Mapping[str, Any]) -> Iterator[str]:
