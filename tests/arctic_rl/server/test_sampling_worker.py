@@ -424,6 +424,26 @@ def test_weights_dropped_on_a_gpu_must_be_synced(fake, tmp_path):
     run(check())
 
 
+def test_a_sign_of_life_comes_from_the_engines_processes(fake):
+    async def check():
+        worker, engine = fake()
+        await worker.ping()
+        assert engine.events == ["arctic_ping"]
+        engine.collective_rpc = lambda method, args=(): asyncio.sleep(60)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(worker.ping(), 0.05)
+
+        async def broken(method, args=()):
+            engine.errored = True
+            raise RuntimeError("engine dead")
+
+        engine.collective_rpc = broken
+        with pytest.raises(WorkerDiedError):
+            await worker.ping()
+
+    run(check())
+
+
 def test_a_dead_engine_is_named(fake):
     async def check():
         worker, engine = fake()
