@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from ...config import ArcticRLConfig
 from ...errors import ConfigError
 from .jobs import server_address
 from .payload import CLIP_RANGE, DUAL_CLIP
@@ -39,6 +40,9 @@ def _server(cfg: Any) -> Iterator[str]:
         )
     if arctic.weight_sync is not None:
         yield f"{_ARCTIC}.weight_sync={arctic.weight_sync!r}: this server has one way of its own: leave it out"
+    for name in ("max_engine_restarts", "worker_timeout_s"):
+        if vars(arctic)[name] != vars(ArcticRLConfig())[name]:
+            yield f"{_ARCTIC}.{name}={vars(arctic)[name]}: this server looks after its workers itself: leave it out"
     if arctic.comm_protocol != "http":
         yield (
             f"{_ARCTIC}.comm_protocol={arctic.comm_protocol!r}: this server is one that is up already: write http, "
