@@ -170,7 +170,7 @@ VARIANTS = {
     "step-wise, stop strings": {"step_wise_trajectories": True, **STOPPED},
     "step-wise, short": {"step_wise_trajectories": True, "max_input_length": 110},
 }
-ONE_MESSAGE = {name for name in VARIANTS if name.startswith("one message")}
+ONE_MESSAGE = [name for name in VARIANTS if name.startswith("one message")]
 EQUAL = [name for name in VARIANTS if name not in ONE_MESSAGE and name != "step-wise, short"]
 
 
