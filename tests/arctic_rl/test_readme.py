@@ -2,11 +2,14 @@ import dataclasses
 from pathlib import Path
 
 from integrations.arctic_rl.config import ArcticRLConfig
+from integrations.arctic_rl.server.http.settings import HttpSettings
 from integrations.arctic_rl.support.entries import Refused
 from integrations.arctic_rl.support.markdown import BEGIN, END, markdown
 from integrations.arctic_rl.support.table import TABLE
 
-README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+HTTP = (ROOT / "docs" / "http.md").read_text(encoding="utf-8")
 
 
 def test_the_table_of_settings_names_every_setting_with_its_default():
@@ -14,6 +17,16 @@ def test_the_table_of_settings_names_every_setting_with_its_default():
     ours = README[README.index("\n## Settings\n") : README.index(BEGIN)]
     rows = [line.split("|") for line in ours.splitlines() if line.startswith("| `")]
     written = {row[1].strip().strip("`"): row[2].strip().strip("`") for row in rows}
+    assert written == {name: "null" if value is None else str(value) for name, value in defaults.items()}
+
+
+def test_the_table_of_the_servers_settings_names_every_one_with_its_default():
+    written = {}
+    for line in HTTP.splitlines():
+        if line.startswith("| `"):
+            names, values = ([part.strip("` ") for part in cell.split(", ")] for cell in line.split("|")[1:3])
+            written.update(zip(names, values, strict=True))
+    defaults = {name: value for name, value in vars(HttpSettings()).items() if name != "token"}
     assert written == {name: "null" if value is None else str(value) for name, value in defaults.items()}
 
 
