@@ -5,7 +5,8 @@
     class TestMine(BackendContract):
         backend = "my_package.my_module.MyBackend"
 
-They bring one server up on a tiny random model in float32, on CPUs, and compare it with ``transformers``.
+They bring one server up on a tiny random model in float32, on CPUs, and compare it with ``transformers``
+(docs/backends.md).
 """
 
 from __future__ import annotations

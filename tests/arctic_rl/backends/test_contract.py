@@ -10,6 +10,10 @@ class TestInProcess(BackendContract):
     backend = model_backend.PATH
 
 
+class TestTheExample(BackendContract):
+    backend = "examples.own_backend.OwnBackend"
+
+
 class TestOverHttp(BackendContract):
     @pytest.fixture(scope="class", autouse=True)
     @classmethod
