@@ -85,8 +85,10 @@ class RemoteBackendRegistry:
         if "." in name:
             cls.get(name)
             return
+        known, hint = f"known names: {', '.join(cls.names())}", nearest(name, cls._loaders)
         raise ConfigError(
-            f"trainer.arctic_rl.backend={name!r} is not registered: {nearest(name, cls._loaders)} ({HOW_TO_REGISTER})"
+            f"trainer.arctic_rl.backend={name!r} is not registered: {hint if hint == known else f'{hint} {known}'} "
+            f"({HOW_TO_REGISTER})"
         )
 
     @classmethod

@@ -21,7 +21,7 @@ def registry(monkeypatch):
 def test_an_unknown_backend_lists_the_known_and_says_how_to_register():
     with pytest.raises(ConfigError) as caught:
         RemoteBackendRegistry.get("bultin")
-    assert "did you mean 'builtin'" in str(caught.value)
+    assert "did you mean 'builtin'? known names: arctic-platform, builtin, http" in str(caught.value)
     assert "RemoteBackendRegistry.register" in str(caught.value)
     with pytest.raises(ConfigError, match=r"known names: .*builtin"):
         RemoteBackendRegistry.check_name("something else")
@@ -143,11 +143,32 @@ def test_the_contract_names_every_call():
     assert lifecycle | training | sampling | checkpoints | sleep <= set(dir(RemoteBackend))
 
 
-def test_the_registry_loads_no_backend():
-    code = (
-        "import sys; from integrations.arctic_rl.backends import RemoteBackendRegistry; "
-        "RemoteBackendRegistry.check_name('builtin'); "
-        "print([m for m in ('ray', 'vllm', 'deepspeed', 'skyrl', 'torch', 'integrations.arctic_rl.backends.builtin') "
-        "if m in sys.modules])"
+PURITY = """
+import os, sys
+from integrations.arctic_rl.backends import RemoteBackendRegistry
+
+OF = {
+    "builtin": ("integrations.arctic_rl.backends.builtin", "ray", "deepspeed", "vllm"),
+    "http": ("integrations.arctic_rl.backends.http", "httpx", "fastapi", "uvicorn"),
+    "arctic-platform": ("integrations.arctic_rl.backends.arctic_platform", "arctic_platform", "arctic_rl"),
+}
+assert sorted(OF) == RemoteBackendRegistry.names(), RemoteBackendRegistry.names()
+for name in (None, *OF):
+    if os.fork() == 0:
+        if name is None:
+            RemoteBackendRegistry.check_name("builtin")
+        else:
+            RemoteBackendRegistry.get(name)
+        foreign = [module for other, modules in OF.items() if other != name for module in modules]
+        foreign += ["skyrl", "torch"] if name is None else ["skyrl"]
+        print(name, sorted(set(foreign) & set(sys.modules)), flush=True)
+        os._exit(0)
+    os.wait()
+"""
+
+
+def test_choosing_a_backend_imports_nothing_of_the_others():
+    printed = subprocess.run([sys.executable, "-c", PURITY], capture_output=True, text=True)
+    assert printed.stdout.splitlines() == [f"{name} []" for name in (None, "builtin", "http", "arctic-platform")], (
+        printed.stderr[-2000:]
     )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
