@@ -14,10 +14,11 @@ from typing import Any
 
 from .callback_uses import callback_problems, source_file
 from .errors import ArcticError, ConfigError
+from .node_watch import check_node, node_processes
 
 CANCEL_GRACE_S = 40.0
-GCS_TIMEOUT_VARIABLE = "RAY_gcs_rpc_server_reconnect_timeout_s"
-"""Seconds after which the processes of a Ray that is started here end when its control process is gone; Ray: 60."""
+NODE_CHECK_S = 2.0
+"""How often Ray's own processes are looked at."""
 
 
 def main(experiment_class: type | None = None, config_class: type | None = None) -> None:
@@ -189,7 +190,6 @@ def initialize_ray(cfg: Any, run_id: str, extra_env_vars: Mapping[str, str] = Ma
     from .runtime_env import runtime_env_vars
 
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
-    os.environ.setdefault(GCS_TIMEOUT_VARIABLE, "15")
     Path(cfg.trainer.log_path).mkdir(parents=True, exist_ok=True)
     env_vars = runtime_env_vars(cfg, run_id, extra_env_vars)
     if not ray.is_initialized():
@@ -225,7 +225,10 @@ def await_task(task: Any) -> Any:
     """
     import ray
 
+    node = node_processes()
     try:
+        while not ray.wait([task], timeout=NODE_CHECK_S)[0]:
+            check_node(node)
         return ray.get(task)
     except KeyboardInterrupt:
         cancel_task(task)

@@ -1,0 +1,35 @@
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from integrations.arctic_rl.errors import ArcticError
+from integrations.arctic_rl.node_watch import check_node, node_processes
+
+
+@pytest.fixture
+def raylet():
+    """A child of this process with the name of one of Ray's."""
+    script = "import ctypes, time; ctypes.CDLL(None).prctl(15, b'raylet'); print('up', flush=True); time.sleep(60)"
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "up\n"
+    yield process
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+def test_a_run_ends_with_a_process_of_the_node_that_it_started(raylet):
+    processes = node_processes()
+    assert raylet.pid in [process.pid for process in processes]
+    check_node(processes)
+    raylet.kill()
+    while psutil.Process(raylet.pid).status() != psutil.STATUS_ZOMBIE:
+        pass
+    with pytest.raises(ArcticError, match=f"{raylet.pid}, one of gcs_server and raylet"):
+        check_node(processes)
+    raylet.wait()
+    with pytest.raises(ArcticError, match="cannot go on without it"):
+        check_node(processes)
+    check_node([])
