@@ -18,7 +18,7 @@ from .errors import UnsupportedError
 from .fully_async import ArcticFullyAsyncMixin
 from .generator import ArcticGeneratorMixin
 from .inference import ArcticInferenceClient
-from .prompt_dataset import check_environment_rows, make_prompt_dataset
+from .prompt_dataset import check_environment_rows, check_registered_rows, make_prompt_dataset
 from .scoring import ScoringConfig
 from .server_config import server_config
 from .trainer import ArcticTrainerMixin
@@ -172,6 +172,9 @@ class ArcticExpMixin:
         tracker = self.get_tracker()
         client = self.get_inference_client()
         generator = self.get_generator(self.cfg, self.tokenizer, client)
+        if self._arctic_generator is not None:
+            check_registered_rows(self.train_dataset, setting="data.train_data")
+            check_registered_rows(self.eval_dataset, setting="data.val_data")
         trainer = self.get_trainer(
             cfg=self.cfg,
             tracker=tracker,

@@ -5,6 +5,7 @@ most recipes that start costs more than the filtering.
 """
 
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -232,3 +233,28 @@ def check_environment_rows(
             require_valid_rows(rows, SECTIONS[env_id].parse(env_settings[env_id]))
         except ValueError as error:
             raise ConfigError(f"{setting}, rows of environment {env_id}: {error}") from error
+
+
+def check_registered_rows(dataset: Any, *, setting: str) -> None:
+    """Check that the environments that rows name are registered in this process, before anything runs one of them.
+
+    Args:
+        dataset: SkyRL's ``PromptDataset``; any other is passed over.
+        setting: the dotted name of the setting that it comes from, for error messages.
+
+    Raises:
+        ConfigError: naming those that are not, and their number of rows.
+    """
+    from skyrl.train.dataset.dataset import PromptDataset
+    from skyrl_gym.envs.registration import registry
+
+    if not isinstance(dataset, PromptDataset) or dataset.env_class_key not in dataset.dataframe.column_names:
+        return
+    named = Counter(dataset.dataframe[dataset.env_class_key])
+    unknown = [f"{env_id} ({rows} rows)" for env_id, rows in named.items() if env_id not in (None, *registry)]
+    if unknown:
+        raise ConfigError(
+            f"{setting}: rows name environments that nobody has registered: {', '.join(sorted(unknown))}; name the "
+            "module that registers them in trainer.arctic_rl.env_modules, register them where the entry module does, "
+            "or leave the column out for environment.env_class to rule"
+        )

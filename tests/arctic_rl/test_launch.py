@@ -12,6 +12,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 import ray
 from recipes import byte_tokenizer, read_lines, settings, write_inputs
@@ -684,6 +686,21 @@ def test_a_generator_of_its_own_trains_on_our_client(tmp_path, in_process, monke
     assert all(0 < line["reward/avg_raw_reward"] < 1 for line in steps)
     assert all("generate/scoring_busy_s" not in line for line in steps), "no environment, so no scoring pool"
     assert steps[0]["label"] == len("even"), "the recipe's own _setup_trainer ran around ours"
+
+
+def test_rows_of_an_environment_that_nobody_registered_are_told_before_workers_start(
+    tmp_path, in_process, monkeypatch
+):
+    write_inputs(tmp_path)
+    table = pyarrow.parquet.read_table(tmp_path / "prompts.parquet")
+    column = pyarrow.array(["never_made"] * len(table))
+    table = table.set_column(table.column_names.index("env_class"), "env_class", column)
+    pyarrow.parquet.write_table(table, tmp_path / "prompts.parquet")
+    changes = {"environment.env_class": "gsm8k", "trainer.arctic_rl.env_modules": "[]"}
+    with pytest.raises(ConfigError, match=r"data\.train_data: .*never_made \(16 rows\)"):
+        run_whole("penalty", tmp_path, monkeypatch, changes)
+    (backend,) = RandomTokens.built
+    assert "initialize" not in backend.names() and backend.names()[-1] == "destroy"
 
 
 def test_a_function_that_builds_no_experiment(write_module, tmp_path, in_process, monkeypatch):

@@ -18,6 +18,7 @@ from integrations.arctic_rl.prompt_dataset import (
     IN_PROCESS_ROWS,
     check_data_files,
     check_environment_rows,
+    check_registered_rows,
     count_rows,
     filter_workers,
     make_prompt_dataset,
@@ -276,3 +277,15 @@ def test_rows_that_name_no_environment_take_the_recipes(tmp_path, tokenizer, col
 def test_rows_of_other_environments_need_nothing(tmp_path, tokenizer):
     rows = [{"prompt": [{"role": "user", "content": "w"}], "env_class": "gsm8k", "x": 1}]
     check(tmp_path, tokenizer, rows, settings={}, default_env_class="bird")
+
+
+def test_environments_of_rows_must_be_registered(tmp_path, tokenizer):
+    rows = [
+        {"prompt": [{"role": "user", "content": "q"}], "env_class": name} for name in ("gsm8k", "mine", "mine", None)
+    ]
+    dataset = make_prompt_dataset([write_jsonl(tmp_path / "rows.jsonl", rows)], tokenizer, max_prompt_length=100)
+    with pytest.raises(ConfigError, match=r"data\.val_data: rows .*registered: mine \(2 rows\); .*env_modules"):
+        check_registered_rows(dataset, setting="data.val_data")
+    dataset.dataframe = dataset.dataframe.filter(lambda row: row["env_class"] != "mine")
+    for registered in (dataset, None, rows):
+        check_registered_rows(registered, setting="data.val_data")
