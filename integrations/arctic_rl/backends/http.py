@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import json
 import uuid
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
@@ -14,7 +15,7 @@ import httpx
 
 from ..errors import ArcticError, ConfigError, WorkerDiedError
 from ..server.http.errors import from_answer
-from ..server.http.gate import REQUEST_ID, WIRE_VERSION
+from ..server.http.gate import FAULTS, REQUEST_ID, WIRE_VERSION
 from ..server.plain import to_plain
 from ..server.specs import ServerConfig
 from ..server_url import url_problem
@@ -63,6 +64,7 @@ class HttpBackend(RemoteBackend):
         self._attached = handle is not None
         self._client: httpx.AsyncClient | None = None
         self._signs: asyncio.Task | None = None
+        self._faults, self._told = Counter(), Counter()
         self._prompts = PromptStreams(self._stream, self._retried)
 
     @classmethod
@@ -170,6 +172,10 @@ class HttpBackend(RemoteBackend):
     async def node_ids(self) -> list[str]:
         return await self._call("node_ids")
 
+    def take_fault_metrics(self) -> dict[str, float]:
+        news, self._told = self._faults - self._told, self._faults
+        return dict(news)
+
     async def shutdown(self) -> None:
         with contextlib.suppress(ArcticError):
             if self._job_id is not None:
@@ -228,6 +234,7 @@ class HttpBackend(RemoteBackend):
 
         answer = await self._retried(request, tries)
         if answer.is_success:
+            self._faults = Counter(json.loads(answer.headers.get(FAULTS, "{}")))
             return answer
         raise from_answer(answer.status_code, _json(answer.content), self._url + path)
 

@@ -173,7 +173,7 @@ def _add_call(app: FastAPI, jobs: Jobs, settings: HttpSettings, name: str, call:
             save_path = values["settings"]["save_path"]
             values["settings"]["save_path"] = folder_inside(settings.storage_root, save_path)
         value = await _carried_out(job, request, settings, call.changes, values, name, lambda: _run(job, name, values))
-        return NumbersResponse({"value": value})
+        return NumbersResponse({"value": value}, headers=job.fault_headers())
 
     endpoint.__annotations__["arguments"] = Annotated[kind, Body()]
     app.post(f"/v1/jobs/{{job_id}}/{name}", name=name, summary=f"RemoteBackend.{name}")(endpoint)
@@ -206,7 +206,7 @@ def _add_batch_calls(app: FastAPI, jobs: Jobs, settings: HttpSettings) -> None:
         result = await _in_time(
             job.backend.fwd_no_grad(values["job"], batch, values["meta"], values["processing"]), settings
         )
-        return await _with_rows(result, batch)
+        return await _with_rows(job, result, batch)
 
     @app.post("/v1/jobs/{job_id}/fwd_bwd", summary="RemoteBackend.fwd_bwd", openapi_extra=_BATCH_BODY)
     async def fwd_bwd(job_id: str, request: Request) -> Response:
@@ -223,13 +223,13 @@ def _add_batch_calls(app: FastAPI, jobs: Jobs, settings: HttpSettings) -> None:
             "fwd_bwd",
             lambda: job.backend.fwd_bwd(batch, values["meta"], values["processing"], **trained_job(values["job"])),
         )
-        return await _with_rows(result, batch)
+        return await _with_rows(job, result, batch)
 
 
-async def _with_rows(result: dict[str, Any], batch: dict[str, Any]) -> Response:
+async def _with_rows(job: Job, result: dict[str, Any], batch: dict[str, Any]) -> Response:
     rest = {name: value for name, value in result.items() if name != "batch"}
     body = await asyncio.to_thread(encode_answer, rest, result.get("batch"), batch)
-    return Response(body, media_type=CONTENT_TYPE)
+    return Response(body, media_type=CONTENT_TYPE, headers=job.fault_headers())
 
 
 def _add_generate(app: FastAPI, jobs: Jobs, settings: HttpSettings) -> None:

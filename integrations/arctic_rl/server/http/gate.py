@@ -18,6 +18,8 @@ from .settings import HttpSettings
 logger = logging.getLogger(__name__)
 
 REQUEST_ID, WIRE_VERSION = "x-request-id", "x-arctic-rl-version"
+FAULTS = "x-arctic-rl-faults"
+"""Of an answer: what failed and was mended since the job began, counts by name in JSON; left out where nothing was."""
 OPEN_PATHS = ("/healthz",)
 """What a caller without a token may read."""
 WITHOUT_VERSION = ("/healthz", "/metrics", "/openapi.json", "/docs")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 import logging
 import os
 import re
 import time
 import uuid
+from collections import Counter
 from typing import Any
 
 from ...backends.base import RemoteBackend
@@ -19,6 +21,7 @@ from ..specs import ServerConfig
 from .calls import NewJob
 from .checks import check_config, folder_inside
 from .errors import HttpError
+from .gate import FAULTS
 from .replay import Replays
 from .settings import HttpSettings
 
@@ -38,6 +41,12 @@ class Job:
         self.replays = Replays()
         self.seen = time.monotonic()
         self.prompts_under_way = 0
+        self._faults: Counter[str] = Counter()
+
+    def fault_headers(self) -> dict[str, str]:
+        """The header that tells a client's ``take_fault_metrics``."""
+        self._faults.update(self.backend.take_fault_metrics())
+        return {FAULTS: json.dumps(self._faults)} if self._faults else {}
 
     def jobs(self) -> dict[str, int]:
         """Training jobs with their data-parallel size."""

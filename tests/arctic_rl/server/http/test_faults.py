@@ -95,6 +95,34 @@ def test_numbers_that_are_not_finite_arrive_as_they_are(client, tmp_path, monkey
         assert served.run("step") == {"lr": 1.0, "grad_norm": math.inf}
 
 
+def test_what_failed_and_was_mended_is_told_once(client, tmp_path, monkeypatch):
+    news = [
+        {"generate/engine_restarts": 1.0},
+        {},
+        {"generate/engine_restarts": 2.0, "generate/requests_run_again": 5.0},
+    ]
+    monkeypatch.setattr(model_backend.ModelBackend, "take_fault_metrics", lambda self: news.pop(0) if news else {})
+    with serving(storage_root=str(tmp_path)) as url:
+        served = client(url)
+        served.run("initialize", STEPS)
+        assert served.backend.take_fault_metrics() == {}
+        told = []
+        for call, arguments in (
+            ("weight_norm", ["policy"]),
+            ("fwd_bwd", [batch(), meta(served), UPDATE]),
+            ("step", []),
+        ):
+            served.run(call, *arguments)
+            told.append(served.backend.take_fault_metrics())
+        assert told == [
+            {"generate/engine_restarts": 1.0},
+            {},
+            {"generate/engine_restarts": 2.0, "generate/requests_run_again": 5.0},
+        ]
+        served.run("sync_weights")
+        assert served.backend.take_fault_metrics() == {}
+
+
 def test_many_prompts_at_once_share_connections_and_come_back_to_their_callers(client, tmp_path, monkeypatch):
     async def echo(self, requests):
         (request,) = requests
