@@ -43,3 +43,38 @@ def test_the_log_counts_steps_that_were_taken(tmp_path):
         log.optimizer_step(step(norm))
     lines = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
     assert [line["optimizer_step"] for line in lines] == [1, 1, 2]
+
+
+def poisoned(monkeypatch, norms):
+    """Optimizer steps report these norms, one after the other, and their own ones then."""
+    from tests.arctic_rl.in_process_backend import InProcessBackend
+
+    own = InProcessBackend.step
+
+    async def reported(self, job="policy"):
+        result = await own(self, job)
+        return result | {"grad_norm": norms.pop(0) if norms else result["grad_norm"]}
+
+    monkeypatch.setattr(InProcessBackend, "step", reported)
+
+
+def test_a_run_goes_on_behind_a_skipped_step_and_says_so(monkeypatch, tmp_path, loop):
+    from tests.arctic_rl.test_own_trainer import config, train
+
+    poisoned(monkeypatch, [math.nan])
+    done = train(config(tmp_path, "trainer.epochs=2"), loop)
+    (first,) = [log for log in done.logs if log.get("policy/skipped_steps")]
+    logs = [log for log in done.logs if "policy/final_loss" in log]
+    assert [log["trainer/global_step"] for log in logs] == [1, 2] and logs[0] is first
+    assert first["policy/skipped_steps"] == 1.0 and math.isnan(first["policy/grad_norm"])
+    assert "policy/skipped_steps" not in logs[1] and logs[1]["policy/grad_norm"] > 0
+    lines = [json.loads(line) for line in (tmp_path / "optimizer_steps.jsonl").read_text().splitlines()]
+    assert [line["optimizer_step"] for line in lines] == [0, 1, 2, 3]
+
+
+def test_a_run_ends_where_nothing_but_skipped_steps_is_left(monkeypatch, tmp_path, loop):
+    from tests.arctic_rl.test_own_trainer import config, train
+
+    poisoned(monkeypatch, [math.inf] * 4)
+    with pytest.raises(ArcticError, match="3 optimizer steps of policy in a row"):
+        train(config(tmp_path, "trainer.epochs=2", "trainer.arctic_rl.max_skipped_steps=2"), loop)
