@@ -16,9 +16,10 @@ from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any
 
-from ..errors import ArcticError, RequestError, WorkerDiedError
+from ..errors import ArcticError, RequestError, UnsupportedError, WorkerDiedError
 from ..placement import ClusterDescription, Node, PlacementPlan, PlacementRequest, WorkerPlacement, plan_placement
 from ..server.checkpoint import check_shares, write_file
+from ..server.offload import PARTS, WEIGHTS
 from ..server.placement_groups import Reservation, release, reserve
 from ..server.process import RUN_ID_VARIABLE, kill_processes, log_tail
 from ..server.sampling_worker import SamplingWorker
@@ -36,6 +37,7 @@ from .engine_supervisor import DEATH_GRACE_S, EngineSupervisor, first_line
 from .handle import BackendHandle
 from .heartbeat import watched
 from .sharding import RankPlan, plan_ranks
+from .turns import CACHE, SLEEP_LEVEL, Turns, sharing_jobs
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +58,7 @@ class BuiltinBackend(RemoteBackend):
         self._config = config
         self._attached = handle is not None
         self._reservation: Reservation | None = None
+        self._turns = self._take_turns(config)
         self._actors: dict[str, Any] = {} if handle is None else dict(handle.actors)
         self._watches: dict[str, asyncio.Future] = {}
         self._deaths = Alarm()
@@ -154,10 +157,30 @@ class BuiltinBackend(RemoteBackend):
             await asyncio.gather(*training, self._setup_sampling())
             return
         await self._setup_sampling()
-        await self.sleep_sampling(2)
+        await self.sleep_sampling(SLEEP_LEVEL)
         for job, steps in horizons.items():
             await self._setup_training(job, steps)
             await self._call_all(self._names(job), "sleep")
+
+    def _take_turns(self, config: ServerConfig) -> Turns:
+        jobs = {"policy": True, "critic": config.critic is not None, "ref": config.reference is not None}
+        shared = sharing_jobs(
+            jobs=[*(job for job, there in jobs.items() if there), "sampling"],
+            colocate_all=config.colocate_all,
+            colocate_policy_ref=config.colocate_policy_ref,
+        )
+        awake = not config.colocate_all or config.policy.device == "cpu"
+        return Turns(shared, self._put_to_sleep, self._wake, awake=awake, alone=not self._attached)
+
+    async def _put_to_sleep(self, job: str, parts: list[str]) -> None:
+        if job == "sampling":
+            self._asleep_at = SLEEP_LEVEL
+        await self._call_all(self._names(job), "sleep", SLEEP_LEVEL if job == "sampling" else parts)
+
+    async def _wake(self, job: str, parts: list[str]) -> None:
+        await self._call_all(self._names(job), "wake_up" if job == "sampling" else "wake", parts)
+        if job == "sampling":
+            self._asleep_at = None
 
     async def fwd_no_grad(self, job: str, batch: Batch, meta: dict, processing: dict) -> dict:
         plan, outputs = await self._run_ranks(job, batch, meta, processing, backward=False)
@@ -174,7 +197,8 @@ class BuiltinBackend(RemoteBackend):
 
     async def step(self, job: str = "policy") -> dict[str, float]:
         self._unsynced_step |= job == "policy"
-        results = await self._call_all(self._names(job), "step")
+        async with self._turns.turn(job):
+            results = await self._call_all(self._names(job), "step")
         return results[0]
 
     async def generate(self, requests: list[dict]) -> list[dict]:
@@ -239,15 +263,16 @@ class BuiltinBackend(RemoteBackend):
                 "while the policy trains, write shared_memory if all are on one node"
             )
         if version:
-            await SENDERS[self._sync.strategy](self._sync_run("sampling", version))
+            async with self._turns.beside("policy", [WEIGHTS]):
+                await SENDERS[self._sync.strategy](self._sync_run("sampling", version))
         return version
 
     async def update_reference(self) -> None:
         directory = tempfile.mkdtemp(prefix="reference-", dir=self._run_dir)
         try:
-            await low_memory.send(
-                dataclasses.replace(self._sync_run("ref", 0), folder=directory, dtype=self._config.reference.dtype)
-            )
+            run = dataclasses.replace(self._sync_run("ref", 0), folder=directory, dtype=self._config.reference.dtype)
+            async with self._turns.weights_of("policy", "ref"):
+                await low_memory.send(run)
         finally:
             shutil.rmtree(directory)
 
@@ -276,10 +301,28 @@ class BuiltinBackend(RemoteBackend):
     async def sleep_sampling(self, level: int) -> None:
         self._asleep_at = level
         await self._call_all(self._names("sampling"), "sleep", level)
+        self._turns.note("sampling", asleep=(WEIGHTS, CACHE))
 
     async def wake_sampling(self, tags: list[str] | None) -> None:
+        await self._turns.make_room()
         await self._call_all(self._names("sampling"), "wake_up", tags)
         self._asleep_at = None
+        self._turns.note("sampling", awake=(WEIGHTS, CACHE) if tags is None else tags)
+
+    async def update_weights(self, *, in_flight: InFlight = "finish", keep_cache: bool = False) -> int:
+        if not self._turns.of_engines or in_flight == "keep":
+            async with self._turns.transfer():
+                return await super().update_weights(in_flight=in_flight, keep_cache=keep_cache)
+        if keep_cache:
+            raise UnsupportedError('update_weights(keep_cache=True) needs in_flight="keep"')
+        try:
+            await self.pause_generation()
+            async with self._turns.transfer():
+                version = await self.sync_weights()
+            await self.reset_prefix_cache()
+        finally:
+            await self.resume_generation()
+        return version
 
     async def pause_generation(self, *, in_flight: InFlight = "finish") -> None:
         self._running.clear()
@@ -304,7 +347,8 @@ class BuiltinBackend(RemoteBackend):
         await self._call_all(names, "empty_cache")
 
     async def save_checkpoint(self, job: str, directory: str) -> None:
-        await self._call_all(self._names(job), "save_checkpoint", directory)
+        async with self._turns.turn(job):
+            await self._call_all(self._names(job), "save_checkpoint", directory)
         if job == "policy":
             states = await self._call_all(self._names("sampling"), "random_state")
             write_file(Path(directory) / ENGINES_NAME, json.dumps(states))
@@ -314,7 +358,8 @@ class BuiltinBackend(RemoteBackend):
         problems = await self._call_all(names, "checkpoint_problems", directory)
         check_shares(problems)
         self._unsynced_step |= job == "policy"
-        outcome = (await self._call_all(names, "load_checkpoint", directory))[0]
+        async with self._turns.turn(job):
+            outcome = (await self._call_all(names, "load_checkpoint", directory))[0]
         if job == "policy":
             outcome["same_engines"] = await self._set_engines(Path(directory) / ENGINES_NAME)
         return outcome
@@ -333,22 +378,30 @@ class BuiltinBackend(RemoteBackend):
         return True
 
     async def save_weights(self, directory: str, job: str = "policy") -> None:
-        await self._call_all(self._names(job), "save_weights", directory)
+        async with self._turns.turn(job, [WEIGHTS]):
+            await self._call_all(self._names(job), "save_weights", directory)
 
     async def weight_norm(self, job: str) -> float:
-        return (await self._call_all(self._names(job), "weight_norm"))[0]
+        async with self._turns.turn(job, [WEIGHTS]):
+            return (await self._call_all(self._names(job), "weight_norm"))[0]
 
     async def sleep_training(self) -> None:
         await self._call_all([*self._names("policy"), *self._names("critic")], "sleep")
+        for job in ("policy", "critic"):
+            self._turns.note(job, asleep=PARTS)
 
     async def wake_training(self) -> None:
         await self._call_all([*self._names("policy"), *self._names("critic")], "wake")
+        for job in ("policy", "critic"):
+            self._turns.note(job, awake=PARTS)
 
     async def sleep_log_prob(self) -> None:
         await self._call_all(self._names("ref"), "sleep")
+        self._turns.note("ref", asleep=PARTS)
 
     async def wake_log_prob(self) -> None:
         await self._call_all(self._names("ref"), "wake")
+        self._turns.note("ref", awake=[WEIGHTS])
 
     async def start_profile(self, settings: dict[str, Any]) -> None:
         await self._call_all(self._names("policy"), "start_profile", settings)
@@ -556,18 +609,20 @@ class BuiltinBackend(RemoteBackend):
         plan = plan_ranks(batch, len(names), cost, shared=can_share and meta["zorro_train_enable"] is not False)
         shards = plan.split(batch)
         bodies = await asyncio.gather(*(asyncio.to_thread(encode, {}, shard) for shard in shards))
-        calls = {
-            name: self._actors[name].run_rows.remote(
-                rows,
-                meta,
-                processing,
-                backward=backward,
-                max_tokens_per_mb=max_tokens,
-                base_only=server != job,
-            )
-            for name, rows in zip(names, bodies, strict=True)
-        }
-        answers = zip(await self._gather(calls), shards, strict=True)
+        async with self._turns.turn(server, PARTS if backward else [WEIGHTS]):
+            calls = {
+                name: self._actors[name].run_rows.remote(
+                    rows,
+                    meta,
+                    processing,
+                    backward=backward,
+                    max_tokens_per_mb=max_tokens,
+                    base_only=server != job,
+                )
+                for name, rows in zip(names, bodies, strict=True)
+            }
+            outputs = await self._gather(calls)
+        answers = zip(outputs, shards, strict=True)
         return plan, [
             result if rows is None else result | {"batch": decode_answer(rows, shard)[1]}
             for (result, rows), shard in answers

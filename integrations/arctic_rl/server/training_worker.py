@@ -6,11 +6,13 @@ import logging
 import os
 import sys
 import threading
+from collections.abc import Iterable
 from contextlib import nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ArcticError
+from .offload import PARTS, WEIGHTS, OffloadedStates
 from .process import free_address, own_process_ids, seed_everything
 from .specs import TrainingSpec
 from .worker_log import open_worker_log
@@ -42,7 +44,8 @@ class TrainingWorker:
         self._scheduler: Any = None
         self._num_training_steps = 0
         self._profiler: Any = None
-        self._asleep = False
+        self._asleep: set[str] = set()
+        self._states: OffloadedStates | None = None
         self._adapter_facts: dict[str, Any] | None = None
         self._sender: WeightSender | None = None
         self._receiver: ModelReceiver | None = None
@@ -103,9 +106,11 @@ class TrainingWorker:
         if self._spec.role == "ref":
             self._engine = InferenceEngine(model, self._spec.dtype)
             logger.info("rank %d of %d runs %s", self._rank, self._world_size, self._spec.model_path)
+            self._states = OffloadedStates(self._engine, 0, self._spec.device)
             return
         self._engine, self._optimizer = initialize_engine(model, self._spec)
         logger.info("rank %d of %d trains %s", self._rank, self._world_size, self._spec.model_path)
+        self._states = OffloadedStates(self._engine, self._spec.zero_stage, self._spec.device)
         self._scheduler = build_scheduler(self._optimizer, self._spec.optimizer, num_training_steps)
         self._num_training_steps = num_training_steps
 
@@ -138,7 +143,7 @@ class TrainingWorker:
         from ..processors.pipeline import run_counted
         from .lora import adapters_off
 
-        self._check_awake()
+        self._check_awake(PARTS if backward else [WEIGHTS])
         with adapters_off(self._engine.module) if base_only else nullcontext():
             result, micro_batches = run_counted(
                 self._engine,
@@ -163,21 +168,39 @@ class TrainingWorker:
         outputs = result.pop("batch", None)
         return result, None if outputs is None else encode_answer({}, outputs, batch)
 
-    def sleep(self) -> None:
-        """Refuse to compute until ``wake``. On CPUs the memory stays taken: host memory is where it would go."""
-        self._asleep = True
+    def sleep(self, parts: list[str] | None = None) -> None:
+        """Give device memory away, and refuse what needs it until ``wake``.
 
-    def wake(self) -> None:
-        self._asleep = False
+        On CPUs the memory stays taken: host memory is where it would go.
 
-    def _check_awake(self) -> None:
-        if self._asleep:
+        Args:
+            parts: ``weights`` or ``optimizer`` (``server.offload``); None = both.
+        """
+        chosen = self._parts(parts)
+        if self._spec.device == "cuda":
+            self._states.release(chosen)
+        self._asleep |= set(chosen)
+
+    def wake(self, parts: list[str] | None = None) -> None:
+        """Take the memory back, with what was there."""
+        chosen = self._parts(parts)
+        if self._spec.device == "cuda":
+            self._states.restore(chosen)
+        self._asleep -= set(chosen)
+
+    def _parts(self, parts: list[str] | None) -> list[str]:
+        wanted = PARTS if parts is None else parts
+        return [part for part in wanted if part == WEIGHTS or self._spec.role != "ref"]
+
+    def _check_awake(self, parts: Iterable[str] = PARTS) -> None:
+        if self._asleep.intersection(parts):
             raise ArcticError(f"the {self._spec.role} ranks sleep: call wake_{_JOBS[self._spec.role]} first")
 
     def weight_norm(self) -> float:
         """L2 norm of all parameters, tied ones once, summed in float64; every rank must be called."""
         from .engine import full_parameters
 
+        self._check_awake([WEIGHTS])
         stage = 0 if self._spec.role == "ref" else self._spec.zero_stage
         squares = [value.double().square().sum().item() for _, value in full_parameters(self._engine, stage)]
         return sum(squares) ** 0.5
@@ -231,6 +254,7 @@ class TrainingWorker:
         """Of a reference model: refuse weights of the policy that do not fit (``weight_sync.receiver``)."""
         from .weight_sync.receiver import ModelReceiver
 
+        self._check_awake([WEIGHTS])
         self._receiver = ModelReceiver(self._engine.module, self._spec.dtype)
         return self._receiver.check(tensors, dtype)
 
@@ -249,6 +273,7 @@ class TrainingWorker:
     def _weight_sender(self) -> WeightSender:
         from .weight_sync.sender import WeightSender
 
+        self._check_awake([WEIGHTS])
         if self._sender is None:
             self._sender = WeightSender(self._engine, self._spec.zero_stage, self._rank)
         return self._sender
@@ -258,6 +283,7 @@ class TrainingWorker:
         from ..random_state import random_state
         from .checkpoint import persistent_buffers, write_share
 
+        self._check_awake()
         facts: dict[str, Any] = {"role": self._spec.role, "random": random_state()}
         if self._spec.role != "ref":
             facts |= {"optimizer_steps": self._scheduler.last_epoch, "settings": self._schedule_settings()}
@@ -297,6 +323,7 @@ class TrainingWorker:
         from .engine import whole_shape
         from .lora import check_adapter_facts, check_rank
 
+        self._check_awake()
         shares = read_shares(directory)
         check_rank(directory, shares, self._spec.lora, self._spec.role)
         module = self._engine.module
@@ -326,6 +353,7 @@ class TrainingWorker:
         """Write the model as a Hugging Face model folder (``server.hf_export``); every rank must be called."""
         from .hf_export import export_model
 
+        self._check_awake([WEIGHTS])
         spec = self._spec
         export_model(
             self._engine,
@@ -371,7 +399,7 @@ class TrainingWorker:
     def empty_cache(self) -> None:
         import torch
 
-        if torch.cuda.is_available():
+        if self._spec.device == "cuda":
             torch.cuda.empty_cache()
 
     def engine_config(self) -> dict[str, Any]:

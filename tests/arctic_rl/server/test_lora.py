@@ -241,7 +241,7 @@ class TestBase:
     def test_a_worker_runs_it_alone_when_asked_to(self, path):
         spec = training_spec(path)
         worker = TrainingWorker.__new__(TrainingWorker)
-        worker._spec, worker._engine, worker._asleep = spec, FakeEngine(adapted(path, moved=0.1)), False
+        worker._spec, worker._engine, worker._asleep = spec, FakeEngine(adapted(path, moved=0.1)), set()
         ids = torch.arange(12).view(2, 6) + 1
         ones = torch.ones_like(ids)
         batch = {"input_ids": ids, "attention_mask": ones, "prompts": ids[:, :3], "responses": ids[:, 3:]}

@@ -1,0 +1,162 @@
+"""Device memory of a training rank, given to others and taken back: what the rank holds stays as it is, bit for bit.
+
+A rank holds two parts: ``weights`` (of the model, with its buffers) and ``optimizer`` (float32 weights, moments,
+gradients and DeepSpeed's own buffers). DeepSpeed's ``offload_states`` moves one of them in the stages that have it:
+
+- ZeRO 1 and 2, the optimizer's. ``reload_states`` brings back all that is away, so weights cannot go through it too.
+- ZeRO 3, the weights: its optimizer states are moved for DeepSpeed's own FusedAdam only, and its gradients are lost.
+- ZeRO 0 has no such function.
+
+Whatever is still on the device then is moved storage by storage: the bytes are copied to the host and the storage is
+emptied (as PyTorch's FSDP frees its flat parameters), so that every view, hook and reference stays valid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+WEIGHTS, OPTIMIZER = "weights", "optimizer"
+PARTS = (WEIGHTS, OPTIMIZER)
+
+DEEPSPEED_STATES: dict[int, tuple[str, tuple[str, ...]]] = {
+    1: (OPTIMIZER, ("hp_params", "lp_grads", "optim_states")),
+    2: (OPTIMIZER, ("hp_params", "lp_grads", "optim_states")),
+    3: (WEIGHTS, ("lp_params",)),
+}
+"""By ZeRO stage, the part that DeepSpeed 0.19.8 moves itself with PyTorch's AdamW, and its names of what is in it."""
+
+
+class OffloadedStates:
+    """Moves the parts of one engine between its device and the host.
+
+    Args:
+        engine: a DeepSpeed engine, or an ``InferenceEngine``, which has weights alone.
+        zero_stage: of the engine; 0 for an ``InferenceEngine``.
+        device: type of the device whose memory is given away, ``cuda``. With ``cpu`` everything happens on the host.
+    """
+
+    def __init__(self, engine: Any, zero_stage: int, device: str) -> None:
+        self._engine = engine
+        self._stage = zero_stage
+        self._device = device
+        self._away: dict[str, list[tuple[torch.UntypedStorage, torch.Tensor]]] = {}
+
+    @property
+    def away(self) -> set[str]:
+        """The parts that are on the host."""
+        return set(self._away)
+
+    def release(self, parts: Iterable[str]) -> None:
+        """Bring parts to the host and give their memory on the device back; parts that are there already stay."""
+        for part in parts:
+            if part in self._away:
+                continue
+            self._synchronize()
+            if self._is_deepspeeds(part):
+                _offload(self._engine, DEEPSPEED_STATES[self._stage][1], pin=self._device == "cuda")
+            held = list(self._storages(part))
+            self._away[part] = [(storage, _to_host(storage, pin=self._device == "cuda")) for storage in held]
+            self._synchronize()
+            for storage in held:
+                storage.resize_(0)
+        if self._device == "cuda":
+            torch.cuda.empty_cache()
+
+    def restore(self, parts: Iterable[str]) -> None:
+        """Bring parts back to the device; parts that are there already stay.
+
+        The optimizer's comes back with the weights, which DeepSpeed links it to.
+        """
+        for part in PARTS if OPTIMIZER in parts else parts:
+            if part not in self._away:
+                continue
+            for storage, host in self._away.pop(part):
+                storage.resize_(host.numel())
+                _bytes(storage).copy_(host, non_blocking=self._device == "cuda")
+            self._synchronize()
+            if self._is_deepspeeds(part):
+                self._engine.reload_states()
+
+    def _is_deepspeeds(self, part: str) -> bool:
+        if self._stage not in DEEPSPEED_STATES or DEEPSPEED_STATES[self._stage][0] != part:
+            return False
+        return part != WEIGHTS or not _offloads_parameters(self._engine)
+
+    def _storages(self, part: str) -> Iterator[torch.UntypedStorage]:
+        """What of a part is on the device, each storage once."""
+        weights = _storages(_weights(self._engine.module))
+        found = weights
+        if part == OPTIMIZER:
+            found = {key: value for key, value in _storages(_states(self._engine)).items() if key not in weights}
+        for storage in found.values():
+            if storage.device.type == self._device and storage.nbytes() and storage.resizable():
+                yield storage
+
+    def _synchronize(self) -> None:
+        if self._device == "cuda":
+            torch.cuda.synchronize()
+
+
+def _offload(engine: Any, names: Iterable[str], *, pin: bool) -> None:
+    from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+
+    engine.offload_states(include=[OffloadStateTypeEnum(name) for name in names], pin_memory=pin)
+
+
+def _offloads_parameters(engine: Any) -> bool:
+    """Whether DeepSpeed keeps the weights on the host anyway, where it refuses to move them."""
+    config = engine.zero_offload_param()
+    return config is not None and config.device != "none"
+
+
+def _weights(module: torch.nn.Module) -> Iterator[torch.Tensor]:
+    for parameter in module.parameters():
+        yield parameter.data
+        if hasattr(parameter, "ds_tensor"):
+            yield parameter.ds_tensor
+    yield from module.buffers()
+
+
+def _states(engine: Any) -> Iterator[torch.Tensor]:
+    """Tensors of gradients and of what the engine's optimizer reaches, DeepSpeed's objects in it included."""
+    for parameter in engine.module.parameters():
+        if parameter.grad is not None:
+            yield parameter.grad
+    optimizer = engine.optimizer
+    yield from _reachable([vars(optimizer), vars(vars(optimizer).get("optimizer", optimizer))], set())
+
+
+def _reachable(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, torch.Tensor):
+        yield value
+        if value.is_leaf and value.grad is not None:
+            yield value.grad
+    elif isinstance(value, dict):
+        for item in [*value.keys(), *value.values()]:
+            yield from _reachable(item, seen)
+    elif isinstance(value, list | tuple | set | frozenset):
+        for item in value:
+            yield from _reachable(item, seen)
+    elif type(value).__module__.startswith("deepspeed.") and hasattr(value, "__dict__"):
+        yield from _reachable(vars(value), seen)
+
+
+def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, torch.UntypedStorage]:
+    """Storages of tensors, by where they are."""
+    found = (tensor.untyped_storage() for tensor in tensors if tensor.device.type != "meta")
+    return {storage._cdata: storage for storage in found}
+
+
+def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _to_host(storage: torch.UntypedStorage, *, pin: bool) -> torch.Tensor:
+    host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pin)
+    return host.copy_(_bytes(storage), non_blocking=pin)

@@ -1,0 +1,118 @@
+"""Real DeepSpeed engines whose memory is given away and taken back between everything that they do, on two ranks."""
+
+import itertools
+import os
+import socket
+
+import pytest
+import torch
+
+from integrations.arctic_rl.server.engine import initialize_engine, load_model
+from integrations.arctic_rl.server.offload import OPTIMIZER, PARTS, WEIGHTS, OffloadedStates
+from integrations.arctic_rl.server.specs import LoraSpec, OptimizerSpec, TrainingSpec
+from tests.arctic_rl.processors.helpers import VOCAB, tiny_model
+
+STEPS, BACKWARDS = 3, 2
+OPTIMIZER_SPEC = OptimizerSpec(
+    lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1, max_grad_norm=0.5, scheduler="constant", num_warmup_steps=0
+)
+LORA = LoraSpec(rank=2, alpha=4, dropout=0.0, target_modules="all-linear", exclude_modules=None, init_method="kaiming")
+CASES = {
+    **{f"stage {stage}, {dtype}": (stage, dtype, None) for stage in (0, 2, 3) for dtype in ("float32", "bfloat16")},
+    "stage 2, adapters": (2, "bfloat16", LORA),
+    "stage 3, adapters": (3, "bfloat16", LORA),
+}
+
+
+def spec(path, stage, dtype, lora):
+    return TrainingSpec(
+        role="policy",
+        model_path=path,
+        dtype=dtype,
+        zero_stage=stage,
+        optimizer=OPTIMIZER_SPEC,
+        gradient_checkpointing=False,
+        gradient_checkpointing_use_reentrant=False,
+        seed=0,
+        device="cpu",
+        threads=1,
+        processor_modules=(),
+        loss_fn=None,
+        use_zorro=False,
+        lora=lora,
+    )
+
+
+def _nbytes(module):
+    values = [*module.parameters(), *(p.ds_tensor for p in module.parameters() if hasattr(p, "ds_tensor"))]
+    return sum(value.untyped_storage().nbytes() for value in values if value.untyped_storage().resizable())
+
+
+def _train(spec, rank, *, rests):
+    """Losses, weights and moments of a short run; with ``rests``, all of it is away between any two calls."""
+    torch.manual_seed(0)
+    engine, optimizer = initialize_engine(load_model(spec), spec)
+    states = OffloadedStates(engine, spec.zero_stage, "cpu")
+    draw = torch.Generator().manual_seed(rank)
+    seen = []
+
+    def rest(first, then=()):
+        if not rests:
+            return
+        states.release(PARTS)
+        assert states.away == set(PARTS)
+        assert _nbytes(engine.module) == 0, "weights are still there"
+        states.restore(first)
+        states.restore(then)
+
+    for step in range(STEPS):
+        for _ in range(BACKWARDS):
+            ids = torch.randint(1, VOCAB, (2, 9), generator=draw)
+            rest([WEIGHTS])
+            with torch.no_grad():
+                seen.append(engine.module(ids).logits.float().sum().item())
+            rest([OPTIMIZER] if step % 2 else [WEIGHTS], PARTS)
+            loss = engine(input_ids=ids, labels=ids).loss
+            engine.backward(loss, scale_wrt_gas=False)
+            seen.append(loss.item())
+        rest([WEIGHTS], [OPTIMIZER])
+        engine.step()
+        seen.append(float(engine.get_global_grad_norm()))
+    rest(PARTS)
+    state = [value for of in optimizer.state.values() for value in of.values() if isinstance(value, torch.Tensor)]
+    held = [*(p.ds_tensor if spec.zero_stage == 3 else p for p in engine.module.parameters()), *state]
+    return seen, [value.detach().clone() for value in held]
+
+
+def _rank_main(rank, port, folder):
+    from integrations.arctic_rl.server.training_worker import _init_distributed
+
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK="0")
+    _init_distributed("cpu")
+    outcome = {}
+    for name, (stage, dtype, lora) in CASES.items():
+        of = spec(f"{folder}/model", stage, dtype, lora)
+        runs = [_train(of, rank, rests=rests) for rests in (False, True)]
+        (seen, held), (seen_again, held_again) = runs
+        outcome[name] = {
+            "seen": seen == seen_again,
+            "held": len(held) == len(held_again) and all(map(torch.equal, held, held_again)),
+            "moved": len(set(seen)) > STEPS,
+            "values": len(held),
+        }
+    torch.save(outcome, f"{folder}/rank-{rank}.pt")
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_training_goes_on_bit_for_bit_after_each_rest(tmp_path):
+    tiny_model().save_pretrained(tmp_path / "model")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    torch.multiprocessing.spawn(_rank_main, args=(port, str(tmp_path)), nprocs=2)
+    for rank, name in itertools.product(range(2), CASES):
+        outcome = torch.load(tmp_path / f"rank-{rank}.pt")[name]
+        assert outcome["seen"] and outcome["held"] and outcome["moved"] and outcome["values"] > 20, (name, outcome)
