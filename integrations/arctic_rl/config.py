@@ -39,13 +39,17 @@ class ArcticRLConfig:
     device: Literal["cpu", "cuda"] | None = None
     """Where models run: cpu = each "GPU" of the recipe is a process on the first node; cuda = GPUs that Ray gives;
     None = cuda where the Ray cluster has GPUs, or in a dry run this machine, else cpu."""
+    cluster_gpus: list[int] | None = None
+    """GPUs of each node of the cluster that a dry run and the doctor plan for, such as [8,8,4]; None = in a dry run as
+    many nodes as the recipe's own counts need, for the doctor this machine."""
     gpu_timeout_s: float = 180.0
     """Seconds to wait for GPUs that other jobs on the Ray cluster hold."""
     max_cpu_workers: int = 4
     """On CPUs, the most worker processes (training ranks, the critic's too, reference ranks and engines) one run
     may start."""
     cpu_threads: int | None = None
-    """Compute threads of each CPU worker; None = the machine's cores for a training rank, 1 for an engine."""
+    """Compute threads of each CPU worker; None = the machine's cores for a training rank (on GPUs, shared by the ranks
+    of a node), 1 for an engine."""
     cpu_kv_cache_gib: float = 0.25
     """Key-value cache of each vLLM engine on a CPU, in GiB."""
     weight_sync: Literal["shared_memory", "low_memory", "nccl", "ipc"] | None = None

@@ -7,10 +7,14 @@ model follows the policy (or shares its GPUs), then the critic, and the engines 
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import Any
 
+from .errors import PlacementError
+from .placement import ClusterDescription, Node, PlacementPlan, placement_request, plan_placement
 from .reference_model import reference_is_base
+from .server_config import server_config
 
 ROW = ("job", "processes", "GPUs each", "nodes", "GPUs")
 
@@ -81,6 +85,38 @@ def described_plan(cfg: Any) -> DescribedPlan:
     first = 0 if placement.colocate_all else max(job.end_gpu for job in jobs)
     jobs.append(JobPlan("sampling", engine.num_engines, engine_gpus, first))
     return DescribedPlan(tuple(jobs), placement.policy_num_gpus_per_node, placement.colocate_all)
+
+
+def planned_cluster(cfg: Any) -> ClusterDescription:
+    """The cluster of ``trainer.arctic_rl.cluster_gpus``; where it is not given, the fewest nodes that a plan is found
+    for, each with the GPUs that the job with the most asks for on one."""
+    given = cfg.trainer.arctic_rl.cluster_gpus
+    if given is not None:
+        return _cluster(given)
+    request = placement_request(server_config(cfg, run_id="", env_vars={}, device="cuda"))
+    jobs = ((request.policy_ranks, request.policy_nodes), (request.critic_ranks, request.critic_nodes))
+    size = max(ranks // nodes for ranks, nodes in (*jobs, (request.ref_ranks, request.ref_nodes)))
+    most = sum(ranks for ranks, _ in jobs) + request.ref_ranks + request.engines
+    for count in range(request.policy_nodes, most + 1):
+        with contextlib.suppress(PlacementError):
+            plan_placement(request, _cluster([size] * count))
+            return _cluster([size] * count)
+    return _cluster([size] * most)
+
+
+def _cluster(gpus: list[int]) -> ClusterDescription:
+    return ClusterDescription(tuple(Node(f"node {number}", 0, count) for number, count in enumerate(gpus)))
+
+
+def gpu_plan(cfg: Any) -> PlacementPlan:
+    """The plan of a recipe on ``planned_cluster``.
+
+    Raises:
+        PlacementError: there is none, with the settings to change.
+        UnsupportedError: the recipe asks for something that GPUs are not given for.
+    """
+    config = server_config(cfg, run_id="", env_vars={}, device="cuda")
+    return plan_placement(placement_request(config), planned_cluster(cfg))
 
 
 def _range(first: int, last: int) -> str:

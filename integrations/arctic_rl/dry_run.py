@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from .backends.registry import backend_name
-from .described_placement import described_plan
+from .described_placement import described_plan, gpu_plan
+from .devices import device_here
 from .horizon import has_two_warmups, horizon
 from .inspection import Findings
 from .prompt_count import count_prompts
@@ -60,7 +61,7 @@ def _bullets(lines: Iterable[str]) -> list[str]:
 
 def _server(cfg: Any) -> list[str]:
     try:
-        config = server_config(cfg, run_id="", env_vars={})
+        config = server_config(cfg, run_id="", env_vars={}, device=device_here(cfg))
     except (ValueError, TypeError, IndexError) as error:
         return [f"cannot be resolved: {line}" for line in str(error).splitlines()]
     return [f"backend: {backend_name(cfg)}", *_fields(config)]
@@ -92,11 +93,19 @@ def _placement(cfg: Any) -> list[str]:
         size = f"{plan.nodes} x {plan.gpus_per_node} GPUs, {'shared by all jobs' if plan.colocated else 'not shared'}"
     except (TypeError, ZeroDivisionError, AttributeError) as error:
         return [f"cannot be planned: {error}"]
-    return [
-        size,
-        *plan.table().splitlines(),
-        "GPUs are not served yet: on a cluster without any, each process above runs on CPUs",
-    ]
+    lines = [size, *plan.table().splitlines()]
+    try:
+        placed = gpu_plan(cfg)
+    except (ValueError, TypeError, ArithmeticError, LookupError) as error:
+        lines.append(f"no GPUs can be given for it: {error}")
+    else:
+        nodes = f"{cfg.trainer.arctic_rl.cluster_gpus}"
+        lines += (
+            [f"on nodes with {nodes} GPUs:", *placed.table().splitlines()]
+            if cfg.trainer.arctic_rl.cluster_gpus is not None
+            else ["each engine stays within a node"]
+        )
+    return [*lines, "on a cluster without GPUs, each process above runs on CPUs"]
 
 
 def _schedule(cfg: Any, counted: int | str) -> list[str]:

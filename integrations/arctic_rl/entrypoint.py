@@ -204,10 +204,10 @@ def check_placement(cfg: Any) -> None:
     Raises:
         PlacementError: with the settings to change.
     """
-    from .backends.builtin import describe_cluster, placement_request
+    from .backends.builtin import describe_cluster
     from .backends.registry import backend_name
     from .devices import device_of
-    from .placement import plan_placement
+    from .placement import placement_request, plan_placement
     from .server_config import server_config
 
     if backend_name(cfg) == "builtin":

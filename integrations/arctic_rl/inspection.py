@@ -11,7 +11,7 @@ from typing import Any
 from .adapter_checks import adapter_problems
 from .checks import setting_problems
 from .preflight import checkpoint_problems, data_problems, model_kind_problems, model_problems, tracker_problems
-from .recipe_checks import import_recipe_modules, recipe_problems, worker_count_problems
+from .recipe_checks import gpu_placement_problems, import_recipe_modules, recipe_problems, worker_count_problems
 from .skyrl_checks import skyrl_problems
 from .support import refusals, without_effect
 from .type_checks import type_problems, without_mistyped
@@ -44,6 +44,7 @@ def inspect_config(cfg: Any, unknown: Sequence[str] = ()) -> Findings:
     named = _settings_of(refused)
     refused += [line for line in setting_problems(cfg) if setting_of(line) not in named]
     refused += model_kind_problems(cfg)
+    refused += gpu_placement_problems(cfg)
     named = _settings_of(refused)
     refused += [line for line in adapter_problems(cfg) if setting_of(line) not in named]
     named = _settings_of(refused)

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from .errors import PlacementError
+
+if TYPE_CHECKING:
+    from .server.specs import ServerConfig
 
 _PLACEMENT = "trainer.placement"
 _ENGINE = "generator.inference_engine"
@@ -70,6 +73,24 @@ class PlacementRequest:
     """Whether the reference model shares the policy's GPUs."""
     device: Literal["cpu", "cuda"] = "cpu"
     """``cpu`` = processes without a reservation, whatever GPUs there are."""
+
+
+def placement_request(config: ServerConfig) -> PlacementRequest:
+    """The processes that a server config asks for."""
+    return PlacementRequest(
+        policy_ranks=config.policy_ranks,
+        critic_ranks=config.critic_ranks,
+        ref_ranks=config.ref_ranks,
+        engines=config.engines,
+        max_cpu_workers=config.max_cpu_workers,
+        policy_nodes=config.policy_nodes,
+        critic_nodes=config.critic_nodes,
+        ref_nodes=config.ref_nodes,
+        engine_gpus=config.sampling.gpus,
+        colocate_all=config.colocate_all,
+        colocate_policy_ref=config.colocate_policy_ref,
+        device=config.policy.device,
+    )
 
 
 @dataclass(frozen=True)

@@ -121,13 +121,13 @@ def _lengths(cfg: Any) -> Iterator[str]:
 
 
 def worker_count_problems(cfg: Any) -> Iterator[str]:
-    """Whether the recipe's processes would fit a cluster without GPUs, the only kind that is served."""
-    from .backends.builtin import placement_request
+    """Whether the recipe's processes would fit a cluster without GPUs, where it is to run without any."""
     from .backends.registry import backend_name
-    from .placement import ClusterDescription, Node, plan_placement
+    from .devices import device_here
+    from .placement import ClusterDescription, Node, placement_request, plan_placement
     from .server_config import server_config
 
-    if backend_name(cfg) != "builtin":
+    if backend_name(cfg) != "builtin" or device_here(cfg) == "cuda":
         return
     try:
         config = server_config(cfg, run_id="", env_vars={})
@@ -137,3 +137,23 @@ def worker_count_problems(cfg: Any) -> Iterator[str]:
         plan_placement(placement_request(config), ClusterDescription((Node("this machine", 1, 0),)))
     except PlacementError as error:
         yield str(error)
+
+
+def gpu_placement_problems(cfg: Any) -> Iterator[str]:
+    """Why there is no plan for the recipe's GPUs on the cluster that it describes, where it is to run on GPUs.
+
+    What the nodes of the real cluster have is seen when the run starts.
+    """
+    from .backends.registry import backend_name
+    from .described_placement import gpu_plan
+    from .devices import device_here
+
+    on_gpus = device_here(cfg) == "cuda" or cfg.trainer.arctic_rl.cluster_gpus is not None
+    if backend_name(cfg) != "builtin" or not on_gpus:
+        return
+    try:
+        gpu_plan(cfg)
+    except PlacementError as error:
+        yield str(error)
+    except (ValueError, TypeError, ArithmeticError, LookupError):
+        return  # setting_problems tells why

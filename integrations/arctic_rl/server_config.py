@@ -42,7 +42,10 @@ def server_config(
     placement = trainer.placement
     uses_reference = trainer.algorithm.use_kl_loss or trainer.algorithm.use_kl_in_reward
     second_model = uses_reference and not reference_is_base(trainer)
-    threads = arctic.cpu_threads or os.cpu_count() or 1
+    cores = os.cpu_count() or 1
+    # On GPUs the ranks of a node, which wait for the same calls, share its cores.
+    beside = placement.policy_num_gpus_per_node if device == "cuda" else 1
+    threads = arctic.cpu_threads or max(cores // beside, 1)
     return ServerConfig(
         policy=_training_spec(cfg, "policy", threads, device),
         reference=_training_spec(cfg, "ref", threads, device) if second_model else None,
@@ -196,7 +199,7 @@ def _gpu_sampling_spec(cfg: Any) -> SamplingSpec:
         tensor_parallel_size=engine.tensor_parallel_size,
         pipeline_parallel_size=engine.pipeline_parallel_size,
         enforce_eager=engine.enforce_eager,
-        enable_sleep_mode=cfg.trainer.placement.colocate_all or engine.offload_kv_for_weight_sync,
+        enable_sleep_mode=cfg.trainer.placement.colocate_all,
         engine_kwargs=kwargs,
     )
 

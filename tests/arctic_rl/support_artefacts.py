@@ -7,6 +7,7 @@ import torch
 from skyrl.backends.skyrl_train.training_batch import TrainingInputBatch
 
 from integrations.arctic_rl.backends.loop_thread import LoopThread
+from integrations.arctic_rl.devices import device_here
 from integrations.arctic_rl.dispatch import ArcticDispatch
 from integrations.arctic_rl.server_config import server_config
 from tests.arctic_rl.in_process_backend import InProcessBackend
@@ -46,9 +47,11 @@ def artefacts(cfg: Any, loop: LoopThread) -> dict[str, Any]:
     if cfg.trainer.critic.model.path:
         dispatch.forward("critic", batch())
         dispatch.forward_backward("critic", batch())
-    server = dataclasses.asdict(server_config(cfg, run_id="", env_vars={}))
-    # Engines on CPUs, the only ones that are served, do not read it.
-    del server["sampling"]["gpu_memory_utilization"]
+    device = device_here(cfg)
+    server = dataclasses.asdict(server_config(cfg, run_id="", env_vars={}, device=device))
+    if device == "cpu":
+        # Engines on CPUs do not read it.
+        del server["sampling"]["gpu_memory_utilization"]
     return {
         "server": server,
         "forward": [_plain(argument) for call in backend.arguments("fwd_no_grad") for argument in call],

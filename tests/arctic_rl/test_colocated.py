@@ -146,6 +146,9 @@ class OnOneGpu(BuiltinBackend):
     def _watch(self, name):
         return asyncio.get_running_loop().create_future()
 
+    async def stop(self):
+        self._stop_watching()
+
     async def sync_weights(self, *, keep_cache=False):
         self.gpu.work("weights are sent", {"policy": {WEIGHTS}, "sampling": {WEIGHTS}})
         return 1
@@ -194,6 +197,7 @@ def train(loop, cfg, jobs):
     trainer.attach_backend(backend, loop)
     trainer.build_models(None, None, None)
     asyncio.run(trainer.train())
+    loop.run(backend.stop())
     return backend.gpu
 
 
@@ -226,7 +230,7 @@ def test_a_recipe_with_all_models_takes_turns_on_one_gpu(tmp_path, loop):
         "generate",
         "sampling sleeps",
         "critic wakes: weights",
-        "critic forward",
+        *["critic forward"] * 2,
         "critic sleeps",
         "ref wakes: weights",
         "ref forward",
@@ -275,8 +279,31 @@ def test_checkpoints_exports_and_calls_from_outside_take_their_turns_too(tmp_pat
     assert backend.gpu.now() == {"policy": WHOLE["policy"]}
     loop.run(backend.update_weights())
     assert backend.gpu.now() == {"sampling": WHOLE["sampling"]}
+    loop.run(backend.stop())
     assert [event for event, _ in itertools.groupby(backend.gpu.events)][-7:] == [
         "policy wakes: optimizer weights",
         "policy sleeps",
         *SYNC[1:],
+    ]
+
+
+def test_a_policy_and_its_reference_model_take_turns_beside_engines(tmp_path, loop):
+    apart = (*GPUS, "trainer.placement.colocate_all=false", "trainer.algorithm.use_kl_loss=true")
+    backend = OnOneGpu(server_config(config(tmp_path, *apart), run_id="", env_vars={}, device="cuda"), (), Gpu())
+    moves = []
+
+    async def call_all(names, method, *arguments):
+        moves.append((names[0], method, *arguments))
+        return [1.0] * len(names)
+
+    backend._call_all = call_all
+    backend._actors = dict.fromkeys(("policy-0", "ref-0", "sampling-0"))
+    for job in ("ref", "policy"):
+        loop.run(backend.weight_norm(job))
+    assert moves == [
+        ("policy-0", "sleep", [WEIGHTS, OPTIMIZER]),
+        ("ref-0", "weight_norm"),
+        ("ref-0", "sleep", [WEIGHTS]),
+        ("policy-0", "wake", [WEIGHTS]),
+        ("policy-0", "weight_norm"),
     ]

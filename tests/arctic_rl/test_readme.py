@@ -37,7 +37,9 @@ def test_the_support_table_is_the_generated_one():
 
 FEATURES = {
     "auxiliary losses that balance experts are not there": "balancing losses",
+    "an engine is not split into data-parallel ones": "data-parallel engines",
     "engines are vLLM's": "engines that are not vLLM's",
+    "engines on GPUs of their own keep their caches' memory in a weight sync": "`offload_kv_for_weight_sync`",
     "engines of prefill or decoding only are not there": "servers of prefill alone",
     "experts get no adapters of their own": "adapters of experts",
     "external servers are not there": "external servers",

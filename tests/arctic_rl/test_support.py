@@ -23,7 +23,7 @@ from skyrl_gym.envs.registration import EnvSpec, registry
 
 from integrations.arctic_rl.skyrl_config import parse_config
 from integrations.arctic_rl.support import SECTIONS, TABLE, refusals, without_effect
-from integrations.arctic_rl.support.entries import Honoured, NoEffect, PartOf, Refused, RefusedKeys
+from integrations.arctic_rl.support.entries import Honoured, NoEffect, PartOf, Refused, RefusedKeys, on_cpus
 from integrations.arctic_rl.support.leaves import skyrl_leaves, value_of
 from tests.arctic_rl.support_artefacts import artefacts
 
@@ -137,6 +137,7 @@ def contexts():
     return {
         "fsdp": parse_config(BASE),
         "megatron": parse_config([*BASE, "trainer.strategy=megatron"]),
+        "gpus": parse_config([*BASE, "trainer.arctic_rl.device=cuda"]),
         "adapters": parse_config([*BASE, "trainer.strategy=megatron", "trainer.policy.model.lora.rank=8"]),
     }
 
@@ -182,6 +183,8 @@ def context_of(setting, recipes):
         return changed(recipes["fsdp"], "trainer.critic.model.path")
     if "lora" in setting:
         return recipes["adapters"]
+    if isinstance(TABLE[setting], Refused) and TABLE[setting].idle is on_cpus:
+        return recipes["gpus"]
     return recipes["megatron" if "megatron_config" in setting else "fsdp"]
 
 

@@ -11,6 +11,7 @@ from integrations.arctic_rl.support.entries import EFFECT_TESTS, Honoured
 from tests.arctic_rl.support_artefacts import artefacts
 
 BASE = ["trainer.logger=console", "trainer.algorithm.use_kl_loss=false"]
+GPUS = ["trainer.arctic_rl.device=cuda"]
 LORA = ["trainer.policy.model.lora.rank=8"]
 KL = ["trainer.algorithm.use_kl_loss=true"]
 CRITIC = ["trainer.critic.model.path=some/critic"]
@@ -112,6 +113,10 @@ EFFECTS = {
     "trainer.log_path": ("/somewhere/else",),
     "generator.inference_engine.model_dtype": ("float32",),
     "generator.inference_engine.num_engines": (2,),
+    "generator.inference_engine.tensor_parallel_size": (2, *GPUS),
+    "generator.inference_engine.pipeline_parallel_size": (2, *GPUS),
+    "generator.inference_engine.enforce_eager": (True, *GPUS),
+    "generator.inference_engine.gpu_memory_utilization": (0.3, *GPUS),
     "generator.inference_engine.enable_prefix_caching": (False,),
     "generator.inference_engine.enable_chunked_prefill": (False,),
     "generator.inference_engine.max_num_batched_tokens": (777,),

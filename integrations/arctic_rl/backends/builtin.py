@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ArcticError, RequestError, UnsupportedError, WorkerDiedError
-from ..placement import ClusterDescription, Node, PlacementPlan, PlacementRequest, WorkerPlacement, plan_placement
+from ..placement import ClusterDescription, Node, PlacementPlan, WorkerPlacement, placement_request, plan_placement
 from ..server.checkpoint import check_shares, write_file
 from ..server.offload import PARTS, WEIGHTS
 from ..server.placement_groups import Reservation, release, reserve
@@ -734,24 +734,6 @@ def _failed(future: asyncio.Future) -> bool:
 
 async def _as_future(ref: Any) -> Any:
     return await ref
-
-
-def placement_request(config: ServerConfig) -> PlacementRequest:
-    """The processes that a server config asks for."""
-    return PlacementRequest(
-        policy_ranks=config.policy_ranks,
-        critic_ranks=config.critic_ranks,
-        ref_ranks=config.ref_ranks,
-        engines=config.engines,
-        max_cpu_workers=config.max_cpu_workers,
-        policy_nodes=config.policy_nodes,
-        critic_nodes=config.critic_nodes,
-        ref_nodes=config.ref_nodes,
-        engine_gpus=config.sampling.gpus,
-        colocate_all=config.colocate_all,
-        colocate_policy_ref=config.colocate_policy_ref,
-        device=config.policy.device,
-    )
 
 
 def describe_cluster() -> ClusterDescription:

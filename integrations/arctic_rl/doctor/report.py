@@ -6,6 +6,7 @@ import sys
 from importlib.machinery import PathFinder
 from pathlib import Path
 
+from .cluster import folder_lines, placement_lines, port_lines
 from .machine import Machine, describe_machine
 from .memory import GIB
 from .stack import installed_version, module_lines, own_package_lines, own_requirements, version_lines
@@ -27,6 +28,7 @@ def examine(overrides: list[str]) -> tuple[list[str], list[str]]:
         "Modules": module_lines(lambda name: PathFinder.find_spec(name) is not None),
         "Own packages": own_package_lines(ROOT, sys.path),
         "Machine": (machine_lines(machine), []),
+        "Ports": port_lines(),
     }
     if overrides:
         sections |= recipe_sections(overrides, machine)
@@ -37,7 +39,8 @@ def examine(overrides: list[str]) -> tuple[list[str], list[str]]:
 def machine_lines(machine: Machine) -> list[str]:
     """A machine in text."""
     gpus = [f"GPU: {name}, {memory / GIB:.1f} GiB" for name, memory in machine.gpus]
-    gpus.append("GPUs are not served yet: every process runs on CPUs" if gpus else "no GPU: processes run on CPUs")
+    if not gpus:
+        gpus.append("no GPU: processes run on CPUs")
     return [
         f"{machine.cores} cores, {machine.memory / GIB:.1f} GiB of memory free",
         f"{machine.shared_folder}: {machine.shared / GIB:.1f} GiB free",
@@ -46,7 +49,7 @@ def machine_lines(machine: Machine) -> list[str]:
 
 
 def recipe_sections(overrides: list[str], machine: Machine) -> dict[str, tuple[list[str], list[str]]]:
-    """What the dry run would refuse or miss, and the memory of the run."""
+    """What the dry run would refuse or miss, where workers would be, what they can reach, and their memory."""
     from ..errors import ConfigError
     from ..inspection import inspect_config
     from ..server_config import server_config
@@ -67,4 +70,8 @@ def recipe_sections(overrides: list[str], machine: Machine) -> dict[str, tuple[l
     except (OSError, ValueError, TypeError, LookupError) as error:
         # The recipe's problems say so already, except where only the estimate is at a loss.
         memory = ([f"cannot be told: {' '.join(str(error).split())}"], [])
-    return {"Recipe": recipe, "Memory, estimated": memory}
+    table, unplaced = placement_lines(cfg, machine)
+    sections = {"Recipe": recipe, "Placement": (table, [line for line in unplaced if line not in problems])}
+    if cfg.trainer.arctic_rl.server_url is not None:
+        sections["Ports"] = port_lines(cfg.trainer.arctic_rl.server_url)
+    return {**sections, "Folders": folder_lines(cfg), "Memory, estimated": memory}

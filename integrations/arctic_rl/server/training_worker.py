@@ -166,7 +166,9 @@ class TrainingWorker:
         _, batch = decode(rows, max_cells=sys.maxsize)
         result = self.run(batch, meta, processing, **keywords)
         outputs = result.pop("batch", None)
-        return result, None if outputs is None else encode_answer({}, outputs, batch)
+        if outputs is None:
+            return result, None
+        return result, encode_answer({}, {name: value.cpu() for name, value in outputs.items()}, batch)
 
     def sleep(self, parts: list[str] | None = None) -> None:
         """Give device memory away, and refuse what needs it until ``wake``.

@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from ..server.sampling_spec import PROTECTED_ENGINE_ARGS
-from .entries import Entry, NoEffect, PartOf, Refused, ours, refusal, skyrls, under
+from .entries import Entry, NoEffect, PartOf, Refused, on_cpus, ours, refusal, skyrls, under
 
-_ONE_PROCESS = NoEffect("on CPUs an engine is one process, and nothing depends on how it is split")
+_PROCESSES = NoEffect("an engine's processes are on one node, children of its actor")
 _TRANSFER = NoEffect("trainer.arctic_rl.weight_sync says how weights reach the engines")
 _ROUTER = NoEffect("there is no router")
 _PREFILL = PartOf("generator.inference_engine.enable_pd", "generator.inference_engine.enable_pd=false")
-_GPUS = NoEffect("there is no GPU memory to share out")
 _OTHER_PRECISION = "rollouts in another precision than training change the result"
 
 _TYPED = {
@@ -93,28 +92,32 @@ ENGINE: dict[str, Entry] = under(
         "weight_sync_backend": _TRANSFER,
         "weight_transfer_threshold_cuda_ipc_GB": _TRANSFER,
         **{f"delta_weight_sync.{name}": _TRANSFER for name in _DELTA},
-        "tensor_parallel_size": _ONE_PROCESS,
-        "pipeline_parallel_size": _ONE_PROCESS,
-        "expert_parallel_size": _ONE_PROCESS,
-        "data_parallel_size": _ONE_PROCESS,
+        "tensor_parallel_size": ours("GPUs that share every layer of an engine, on one node", idle=on_cpus),
+        "pipeline_parallel_size": ours("groups of GPUs with a part of an engine's layers each", idle=on_cpus),
+        "expert_parallel_size": NoEffect("experts are split as other layers are, whatever is written"),
+        "data_parallel_size": Refused(
+            "an engine is not split into data-parallel ones", "write 1, and as many times num_engines", idle=on_cpus
+        ),
         "vllm_v1_disable_multiproc": NoEffect("SkyRL itself does not read it"),
         "enable_prefix_caching": ours("prompts seen before are not computed again"),
         "enable_chunked_prefill": ours("prompts are computed in parts; SkyRL's own engines do not read it"),
         "enable_return_routed_experts": Refused("router replay is not there", "write false"),
         "enable_return_sample_support_set": Refused("the sampler's support is not returned", "write false"),
         "max_num_batched_tokens": ours("tokens of an engine step"),
-        "enforce_eager": NoEffect("engines on CPUs always are"),
+        "enforce_eager": ours("no CUDA graphs and no compilation", idle=on_cpus),
         "fully_sharded_loras": NoEffect("adapters reach the engines merged into the weights"),
         "enable_ray_prometheus_stats": NoEffect("engines report nothing to Ray, so there are no vllm/ metrics"),
-        "gpu_memory_utilization": _GPUS,
-        "offload_kv_for_weight_sync": _GPUS,
-        "use_expandable_segments": _GPUS,
+        "gpu_memory_utilization": ours("share of a GPU's memory for an engine", idle=on_cpus),
+        "offload_kv_for_weight_sync": Refused(
+            "engines on GPUs of their own keep their caches' memory in a weight sync", "write false", idle=on_cpus
+        ),
+        "use_expandable_segments": NoEffect("engines have vLLM's own allocator"),
         "max_num_seqs": ours("sequences of an engine step"),
         "served_model_name": skyrls(
             "what requests call the policy",
             "skyrl.backends.skyrl_train.inference_servers.utils:resolve_policy_model_name",
         ),
-        "distributed_executor_backend": _ONE_PROCESS,
+        "distributed_executor_backend": _PROCESSES,
         "language_model_only": Refused("multimodal models are not there yet", "write false and use a text model"),
         "engine_init_kwargs": ours("further arguments of vLLM's engine, as they are", limit=_engine_arguments),
         "speculative_config": Refused("speculative decoding is not there yet", "write null"),

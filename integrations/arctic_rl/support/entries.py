@@ -145,6 +145,14 @@ def base_is_reference(cfg: Any) -> str | None:
     return "the policy without its adapters is the reference model" if reference_is_base(cfg.trainer) else None
 
 
+def on_cpus(cfg: Any) -> str | None:
+    from ..devices import device_here
+
+    return (
+        None if device_here(cfg) == "cuda" else "on CPUs (trainer.arctic_rl.device) there is nothing that it could set"
+    )
+
+
 def without_evaluation(cfg: Any) -> str | None:
     return None if cfg.trainer.eval_interval > 0 else "no evaluation"
 

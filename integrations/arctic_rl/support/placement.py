@@ -18,7 +18,11 @@ from .entries import (
 _CHUNKS = NoEffect("log-probs are taken in chunks of the server's own size")
 _MEGATRON_HEAD = NoEffect("how Megatron's LM head is computed, not what")
 _NO_RANKS = first_of(without_reference, base_is_reference)
-_SHARED = NoEffect("processes on CPUs share what they run on")
+_TURNS = "tests/arctic_rl/test_colocated.py::"
+
+
+def _not_alone(cfg: Any) -> str | None:
+    return "trainer.placement.colocate_all=true rules it" if cfg.trainer.placement.colocate_all else _NO_RANKS(cfg)
 
 
 def _without_checkpointing(cfg: Any) -> str | None:
@@ -36,8 +40,15 @@ PLACEMENT: dict[str, Entry] = under(
         **under(
             "placement",
             {
-                "colocate_all": _SHARED,
-                "colocate_policy_ref": _SHARED,
+                "colocate_all": ours(
+                    "all jobs share the policy's GPUs and take turns on them; on CPUs they take turns too",
+                    f"{_TURNS}test_a_recipe_with_all_models_takes_turns_on_one_gpu",
+                ),
+                "colocate_policy_ref": ours(
+                    "the reference model shares the policy's GPUs, and they take turns",
+                    f"{_TURNS}test_a_policy_and_its_reference_model_take_turns_beside_engines",
+                    idle=_not_alone,
+                ),
                 "policy_num_nodes": ours("nodes x GPUs of a node = data-parallel training ranks"),
                 "policy_num_gpus_per_node": ours("see policy_num_nodes"),
                 "critic_num_nodes": ours("nodes x GPUs of a node = ranks of the critic", idle=without_critic),
