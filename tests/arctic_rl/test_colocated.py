@@ -65,7 +65,8 @@ class Worker:
         self._gpu.there[self._job] -= parts
         self._gpu.events.append(f"{self._job} sleeps")
 
-    def wake(self, parts):
+    def wake(self, parts=None):
+        parts = WHOLE[self._job] if parts is None else parts
         assert not self._gpu.there[self._job] & set(parts)
         self._gpu.there[self._job] |= set(parts)
         self._gpu.events.append(f"{self._job} wakes: {' '.join(sorted(parts))}")
