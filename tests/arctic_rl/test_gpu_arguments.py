@@ -41,7 +41,7 @@ def test_the_device_is_the_settings_or_that_of_the_cluster(monkeypatch):
 
 def test_a_shared_engine_of_two_gpus():
     sampling = on_gpus(*SHARED, "generator.inference_engine.gpu_memory_utilization=0.45").sampling
-    arguments = engine_arguments(sampling, set())
+    arguments = engine_arguments(sampling, {"enable_chunked_prefill"})
     assert {name: arguments[name] for name in ("tensor_parallel_size", "pipeline_parallel_size")} == {
         "tensor_parallel_size": 2,
         "pipeline_parallel_size": 1,

@@ -1,6 +1,7 @@
 """Where the doctor says that workers would be, what they reach, and which folders they share."""
 
 import socket
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -60,8 +61,8 @@ def test_ports(monkeypatch):
 
 def test_folders_of_one_machine_are_told_where_there_are_several(monkeypatch):
     mounts = [
-        psutil._common.sdiskpart("/dev/sda", "/", "ext4", "rw"),
-        psutil._common.sdiskpart("server:/x", "/shared", "nfs4", "rw"),
+        SimpleNamespace(mountpoint="/", fstype="ext4"),
+        SimpleNamespace(mountpoint="/shared", fstype="nfs4"),
     ]
     monkeypatch.setattr(psutil, "disk_partitions", lambda all: mounts)
     assert file_system("/shared/a/b") == "nfs4" and file_system("/home/a") == "ext4"
