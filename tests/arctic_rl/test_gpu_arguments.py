@@ -12,6 +12,7 @@ from integrations.arctic_rl.placement import ClusterDescription, Node, placement
 from integrations.arctic_rl.server import training_worker
 from integrations.arctic_rl.server.placement_groups import Reservation, bundle_places, gpu_share
 from integrations.arctic_rl.server.sampling_spec import engine_arguments, engine_environment
+from integrations.arctic_rl.server.weight_sync import plan_sync
 from integrations.arctic_rl.server_config import server_config
 from integrations.arctic_rl.skyrl_config import parse_config
 
@@ -93,6 +94,7 @@ def test_actors_get_their_share_of_their_gpu_and_engines_all_their_devices(tmp_p
     backend = BuiltinBackend.from_config(config)
     bundles = {place: number for number, place in enumerate(places)}
     backend._reservation = Reservation(plan, SimpleNamespace(id="the group"), bundles, devices)
+    backend._sync = plan_sync(plan, None, here="n0")
     backend._run_dir = str(tmp_path)
     given = []
 

@@ -196,6 +196,7 @@ class BuiltinBackend(RemoteBackend):
         return result
 
     async def step(self, job: str = "policy") -> dict[str, float]:
+        self._require_workers("step")
         self._unsynced_step |= job == "policy"
         async with self._turns.turn(job):
             results = await self._call_all(self._names(job), "step")
@@ -304,6 +305,7 @@ class BuiltinBackend(RemoteBackend):
         self._turns.note("sampling", asleep=(WEIGHTS, CACHE))
 
     async def wake_sampling(self, tags: list[str] | None) -> None:
+        self._require_workers("wake_up")
         await self._turns.make_room()
         await self._call_all(self._names("sampling"), "wake_up", tags)
         self._asleep_at = None

@@ -8,12 +8,14 @@ gradients and DeepSpeed's own buffers). DeepSpeed's ``offload_states`` moves one
 - ZeRO 0 has no such function.
 
 Whatever is still on the device then is moved storage by storage: the bytes are copied to the host and the storage is
-emptied (as PyTorch's FSDP frees its flat parameters), so that every view, hook and reference stays valid.
+emptied (as PyTorch's FSDP frees its flat parameters), so that every view, hook and reference stays valid. DeepSpeed's
+buckets, in which gradients only stand while they are reduced, come back empty.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,6 +31,16 @@ DEEPSPEED_STATES: dict[int, tuple[str, tuple[str, ...]]] = {
 """By ZeRO stage, the part that DeepSpeed 0.19.8 moves itself with PyTorch's AdamW, and its names of what is in it."""
 
 
+@dataclass(frozen=True)
+class _Held:
+    """A storage whose memory was given away."""
+
+    storage: torch.UntypedStorage
+    nbytes: int
+    host: torch.Tensor | None
+    """Its bytes; None = nothing reads them again."""
+
+
 class OffloadedStates:
     """Moves the parts of one engine between its device and the host.
 
@@ -42,7 +54,7 @@ class OffloadedStates:
         self._engine = engine
         self._stage = zero_stage
         self._device = device
-        self._away: dict[str, list[tuple[torch.UntypedStorage, torch.Tensor]]] = {}
+        self._away: dict[str, list[_Held]] = {}
 
     @property
     def away(self) -> set[str]:
@@ -57,11 +69,18 @@ class OffloadedStates:
             self._synchronize()
             if self._is_deepspeeds(part):
                 _offload(self._engine, DEEPSPEED_STATES[self._stage][1], pin=self._device == "cuda")
-            held = list(self._storages(part))
-            self._away[part] = [(storage, _to_host(storage, pin=self._device == "cuda")) for storage in held]
+            scratch = _storages(_buckets(self._engine)) if part == OPTIMIZER else {}
+            self._away[part] = [
+                _Held(
+                    storage,
+                    storage.nbytes(),
+                    None if storage._cdata in scratch else _to_host(storage, pin=self._device == "cuda"),
+                )
+                for storage in self._storages(part)
+            ]
             self._synchronize()
-            for storage in held:
-                storage.resize_(0)
+            for held in self._away[part]:
+                held.storage.resize_(0)
         if self._device == "cuda":
             torch.cuda.empty_cache()
 
@@ -73,9 +92,11 @@ class OffloadedStates:
         for part in PARTS if OPTIMIZER in parts else parts:
             if part not in self._away:
                 continue
-            for storage, host in self._away.pop(part):
-                storage.resize_(host.numel())
-                _bytes(storage).copy_(host, non_blocking=self._device == "cuda")
+            back = self._away.pop(part)
+            for held in back:
+                held.storage.resize_(held.nbytes)
+                if held.host is not None:
+                    _bytes(held.storage).copy_(held.host, non_blocking=self._device == "cuda")
             self._synchronize()
             if self._is_deepspeeds(part):
                 self._engine.reload_states()
@@ -127,6 +148,16 @@ def _states(engine: Any) -> Iterator[torch.Tensor]:
             yield parameter.grad
     optimizer = engine.optimizer
     yield from _reachable([vars(optimizer), vars(vars(optimizer).get("optimizer", optimizer))], set())
+
+
+def _buckets(engine: Any) -> Iterator[torch.Tensor]:
+    """DeepSpeed's buffers of gradients that are being reduced, one or two a dtype."""
+    for bucket in vars(engine.optimizer).get("ipg_buckets", {}).values():
+        yield from bucket.buffer if isinstance(bucket.buffer, list) else filter(_is_there, [bucket.buffer])
+
+
+def _is_there(value: Any) -> bool:
+    return value is not None
 
 
 def _reachable(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:

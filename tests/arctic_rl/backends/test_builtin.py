@@ -60,8 +60,16 @@ class TestWeights:
 
     @pytest.fixture
     def backend(self, tmp_path, monkeypatch):
-        sampling = SimpleNamespace(gpus=2)
-        config = SimpleNamespace(sampling=sampling, sync_dtype="bfloat16", weight_sync_bucket_mb=3)
+        config = SimpleNamespace(
+            sampling=SimpleNamespace(gpus=2),
+            policy=SimpleNamespace(device="cpu"),
+            critic=None,
+            reference=None,
+            colocate_all=False,
+            colocate_policy_ref=False,
+            sync_dtype="bfloat16",
+            weight_sync_bucket_mb=3,
+        )
         backend = BuiltinBackend(config)
         backend._actors = {name: f"actor of {name}" for name in ("policy-0", "policy-1", "ref-0", *self.ENGINES)}
         backend._choice, backend._run_dir = EngineChoice(self.ENGINES), str(tmp_path)

@@ -40,6 +40,7 @@ def spec(path, stage, dtype, lora):
         loss_fn=None,
         use_zorro=False,
         lora=lora,
+        deepspeed={"zero_optimization": {"reduce_bucket_size": 20_000}} if stage else {},
     )
 
 

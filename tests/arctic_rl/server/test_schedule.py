@@ -200,11 +200,13 @@ def test_every_schedule_of_transformers_is_served_or_refused():
 
 def test_the_backend_reports_the_rate_that_a_step_used():
     from integrations.arctic_rl.backends.builtin import BuiltinBackend
+    from integrations.arctic_rl.backends.turns import Turns
 
     spec = dataclasses.replace(SPEC, scheduler="linear")
     trained, _ = worker(spec)
     backend = object.__new__(BuiltinBackend)
-    backend._actors = {"policy-0": None}
+    backend._actors, backend._unsynced_step = {"policy-0": None}, False
+    backend._turns = Turns(frozenset(), None, None, awake=True)
 
     async def call_all(names, method, *arguments):
         return [getattr(trained, method)(*arguments) for _ in names]
