@@ -605,6 +605,8 @@ class BuiltinBackend(RemoteBackend):
         max_tokens = meta.pop("max_token_len_per_gpu")
         server = self._serves(job)
         names = self._names(server)
+        if meta.get("dp_size") not in (None, len(names)):
+            raise RequestError(f"meta['dp_size']={meta['dp_size']}, but the job {job!r} has {len(names)} ranks")
         if server not in self._sharing:
             self._sharing[server] = await self._call(names[0], "sharing_cost")
         cost, can_share = self._sharing[server]

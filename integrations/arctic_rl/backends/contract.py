@@ -121,11 +121,16 @@ class ExpectedUpdate:
     """L2 norm of the weights, tied ones once."""
 
 
+def clipped_loss(logprobs: torch.Tensor, rows: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The clipped surrogate, a mean over tokens, clip range 0.2."""
+    ratio, advantages, mask = (logprobs - rows["old_log_probs"]).exp(), rows["advantages"], rows["loss_mask"]
+    surrogate = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+    return -(surrogate * mask).sum() / mask.sum()
+
+
 def expected_update(model_path: str | Path) -> ExpectedUpdate:
     model = _reference(model_path)
-    rows, ratio = batch(), (_log_probs(model) + 2.0).exp()
-    surrogate = torch.minimum(ratio * rows["advantages"], ratio.clamp(0.8, 1.2) * rows["advantages"])
-    loss = -(surrogate * rows["loss_mask"]).sum() / rows["loss_mask"].sum()
+    loss = clipped_loss(_log_probs(model), batch())
     loss.backward()
 
     def norm(tensors: Iterable[torch.Tensor]) -> float:
@@ -255,6 +260,19 @@ class BackendContract:
                 served.run("fwd_bwd", batch(), meta(served), UPDATE)
             norms.append(served.run("step")["grad_norm"])
         assert norms[1] == pytest.approx(2 * norms[0], rel=1e-4)
+
+    def test_a_second_mini_batch_is_measured_against_the_log_probs_of_before_the_first(self, served: Served) -> None:
+        old = served.log_probs()
+        before, ranks = old.clone(), served.backend.dp_size("policy")
+        for number, half in enumerate((slice(0, 2), slice(2, 4))):
+            rows = {name: value[half] for name, value in (batch() | {"old_log_probs": old}).items()}
+            new = served.log_probs()[half]
+            moved = ((new - old[half]).exp() - 1).abs()[rows["loss_mask"] > 0].mean()
+            assert moved < 1e-4 if number == 0 else moved > 1e-3
+            result = served.run("fwd_bwd", rows, make_meta(rows, dp_size=ranks), UPDATE)
+            assert result["avg_loss"] == pytest.approx(float(clipped_loss(new, rows)), abs=1e-4)
+            served.run("step")
+        assert torch.equal(old, before)
 
     def test_a_checkpoint_brings_weights_and_optimizer_back(self, served: Served, tmp_path: Path) -> None:
         def update() -> torch.Tensor:

@@ -176,6 +176,29 @@ def test_loss_gradients_and_metrics_are_those_of_our_pipeline(model, config, ran
     assert [worker.engine.steps for worker in server.workers] == [6 // ranks - 1] * ranks
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_sequence_a_rank_has_the_loss_and_gradient_of_both_on_one(ranks):
+    """A: 1 token, advantage +1; B: 3 tokens, advantage -1, ratio 1: ranks -0.5 and 1.5, together 0.5, never 0.25."""
+    model = tiny_model()
+    batch = ragged_batch(2, seed=4)
+    columns = torch.arange(batch["responses"].shape[1])
+    mask = (columns < torch.tensor([[1], [3]])).long()
+    assert (batch["attention_mask"][:, -len(columns) :] >= mask).all()
+    values = {"response_mask": mask, "loss_mask": mask.float(), "advantages": torch.tensor([[1.0], [-1.0]]) * mask}
+    batch |= values
+    del batch["rollout_is_weights"]
+    meta = {"temperature": 1.0, "batch_num_tokens": 4, "global_batch_size": 2, "dp_size": ranks}
+    own = run_pipeline(FakeEngine(model), (), batch, {"temperature": 1.0}, LOG_PROBS, "cpu", backward=False)
+    batch["old_log_probs"] = torch.as_tensor(own["batch"]["logprobs"])[:, -len(columns) :]
+    _, whole = ours(model, batch, meta | {"dp_size": 1}, GRPO)
+    got, gradients, server = theirs(model, batch, meta, GRPO, ranks=ranks)
+    assert got["avg_loss"] == pytest.approx(0.5, abs=1e-5)
+    assert relative_error(gradients, whole) < 1e-5
+    if ranks == 2:
+        losses = [result["avg_loss"] for result in server._run(update_payload(batch, meta, GRPO), backward=True)]
+        assert losses == pytest.approx([-0.5, 1.5], abs=1e-5)
+
+
 def test_denominators_of_a_larger_mini_batch_are_kept():
     model, meta = tiny_model(), {"temperature": 1.0, "batch_num_tokens": 977, "global_batch_size": 64, "dp_size": 1}
     batch = near_policy(model, ragged_batch(4, seed=2), meta, seed=1)

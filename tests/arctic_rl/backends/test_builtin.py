@@ -9,7 +9,7 @@ import ray
 from integrations.arctic_rl.backends import builtin
 from integrations.arctic_rl.backends.builtin import BuiltinBackend
 from integrations.arctic_rl.backends.engine_choice import EngineChoice
-from integrations.arctic_rl.errors import ArcticError
+from integrations.arctic_rl.errors import ArcticError, RequestError
 from integrations.arctic_rl.placement import WorkerPlacement
 from integrations.arctic_rl.server.weight_sync import SENDERS, SyncPlan
 from integrations.arctic_rl.server_config import server_config
@@ -25,6 +25,16 @@ def test_workers_that_are_asked_before_they_are_started_are_told(tmp_path):
     ):
         with pytest.raises(ArcticError, match=rf"no workers are up that could do '{method}'.*trainer is built"):
             asyncio.run(call)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_an_update_that_is_scaled_for_other_ranks_is_refused(tmp_path, ranks):
+    """Its gradient would be a multiple of the right one, without a word."""
+    backend = BuiltinBackend.from_config(server_config(config(tmp_path), run_id="the-run", env_vars={}))
+    backend._actors = {"policy-0": None, "policy-1": None}
+    meta = {"max_token_len_per_gpu": 9, "dp_size": ranks, "batch_num_tokens": 4, "global_batch_size": 2}
+    with pytest.raises(RequestError, match=rf"dp_size'\]={ranks}, but the job 'policy' has 2 ranks"):
+        asyncio.run(backend.fwd_bwd({}, meta, {"loss_fn": "grpo", "config": {}}))
 
 
 @pytest.mark.parametrize("job", ["policy", "ref", "sampling"])
