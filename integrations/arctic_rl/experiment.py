@@ -88,6 +88,11 @@ class ArcticExpMixin:
             chat_template_kwargs=self.cfg.generator.chat_template_kwargs,
             setting=setting,
         )
+        if backend_name(self.cfg) == "arctic-platform":
+            from .backends.arctic_platform.prompt_text import check_prompts
+
+            kwargs = self.cfg.generator.chat_template_kwargs
+            check_prompts(dataset, self.tokenizer, chat_template_kwargs=kwargs, setting=setting)
         environment = self.cfg.environment
         check_environment_rows(
             dataset,

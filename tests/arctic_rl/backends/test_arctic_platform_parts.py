@@ -10,7 +10,7 @@ import torch
 
 from integrations.arctic_rl.backends.arctic_platform import checkpoints, jobs
 from integrations.arctic_rl.backends.arctic_platform.backend import ArcticPlatformBackend
-from integrations.arctic_rl.backends.arctic_platform.prompt_text import PromptTexts, check_prompt_seen
+from integrations.arctic_rl.backends.arctic_platform.prompt_text import PromptTexts, check_prompt_seen, check_prompts
 from integrations.arctic_rl.backends.arctic_platform.rollouts import group_requests, rollout, server_params
 from integrations.arctic_rl.backends.arctic_platform.rows import check_rows, pad_rows, row_chunks
 from integrations.arctic_rl.backends.handle import BackendHandle
@@ -67,6 +67,26 @@ class TestPromptTexts:
         tokenizer = merging_tokenizer("<first>")
         with pytest.raises(UnsupportedError, match="other tokens"):
             PromptTexts(tokenizer).text(tokenizer("cab").input_ids[1:])
+
+
+class TestPromptsOfADataSet:
+    def dataset(self, *prompts):
+        return SimpleNamespace(prompt_key="prompt", dataframe={"prompt": list(prompts)})
+
+    def test_every_row_is_looked_at_and_the_rows_without_a_text_are_named(self):
+        tokenizer = merging_tokenizer()
+        tokenizer.chat_template = "{% for m in messages %}<user>{{ m['content'] }}{{ tail }}{% endfor %}"
+        rows = self.dataset(*([{"role": "user", "content": text}] for text in ("cab", "b a")))
+        check_prompts(rows, tokenizer, chat_template_kwargs={"tail": "!"}, setting="data.train_data")
+
+        a, b = tokenizer.convert_tokens_to_ids(["a", "b"])
+        tokenizer.apply_chat_template = lambda ids, **_: ids
+        with pytest.raises(ConfigError) as caught:
+            check_prompts(
+                self.dataset([a], [a, b], [b], *[[a, b]] * 20), tokenizer, chat_template_kwargs=None, setting="x"
+            )
+        lines = str(caught.value).splitlines()
+        assert len(lines) == 10 and lines[0].startswith("x, row 1: ") and lines[1].startswith("x, row 3: ")
 
 
 SEEN = {"prompt_len": 3, "prompt_logprobs": [None, {"7": {"logprob": -1.0}}, {"8": {"logprob": -2.0}}]}

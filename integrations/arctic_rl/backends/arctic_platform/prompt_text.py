@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...errors import ArcticError, UnsupportedError
+from ...errors import ArcticError, ConfigError, UnsupportedError
 
-__all__ = ["PromptTexts", "check_prompt_seen"]
+__all__ = ["PromptTexts", "check_prompt_seen", "check_prompts"]
 
 _KEPT = 4096
 """Most texts that are remembered: the rollouts of a prompt ask for the same one."""
@@ -52,6 +52,36 @@ class PromptTexts:
             f"of this prompt has other tokens than its {len(token_ids)} ids ({_shown(token_ids)}): write another "
             "prompt, or trainer.arctic_rl.backend=builtin"
         )
+
+
+def check_prompts(
+    dataset: Any, tokenizer: Any, *, chat_template_kwargs: Mapping[str, Any] | None, setting: str
+) -> None:
+    """Look for the text of every prompt of a data set, before a run starts; an environment may still change one.
+
+    Args:
+        dataset: SkyRL's ``PromptDataset``.
+        tokenizer: the model's.
+        chat_template_kwargs: with which rollouts make their prompts.
+        setting: of the data's files.
+
+    Raises:
+        ConfigError: prompts have none, the first ten, a line each.
+    """
+    texts, problems = PromptTexts(tokenizer), []
+    kwargs = {} if chat_template_kwargs is None else chat_template_kwargs
+    for number, messages in enumerate(dataset.dataframe[dataset.prompt_key]):
+        token_ids = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=False, tokenize=True, **kwargs
+        )
+        try:
+            texts.text(token_ids)
+        except UnsupportedError as error:
+            problems.append(f"{setting}, row {number}: {error}")
+            if len(problems) == 10:
+                break
+    if problems:
+        raise ConfigError("\n".join(problems))
 
 
 def check_prompt_seen(token_ids: Sequence[int], answer: Mapping[str, Any], *, whole: bool) -> None:
