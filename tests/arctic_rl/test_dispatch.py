@@ -13,7 +13,7 @@ from skyrl.train.trainer import RayPPOTrainer
 from torch import nn
 
 from integrations.arctic_rl.dispatch import ArcticDispatch
-from integrations.arctic_rl.errors import UnsupportedError
+from integrations.arctic_rl.errors import CheckpointError, UnsupportedError
 from integrations.arctic_rl.skyrl_config import parse_config
 from tests.arctic_rl.in_process_backend import InProcessBackend, packable
 from tests.arctic_rl.processors.helpers import tiny_model
@@ -568,6 +568,11 @@ class TestSmallCalls:
         assert sorted(path.name for path in target.iterdir()) == ["config.json", "tokenizer.json"]
         assert seen == [False]
         assert [path.name for path in target.parent.iterdir()] == ["policy"]
+
+    def test_an_export_that_cannot_be_written_is_told(self, dispatch_to, tmp_path):
+        (tmp_path / "file").touch()
+        with pytest.raises(CheckpointError, match=r"file/step/policy could not be written: .*trainer\.export_path"):
+            dispatch_to(InProcessBackend()).save_hf_model("policy", str(tmp_path / "file" / "step" / "policy"), None)
 
     def test_calls_handed_on(self, dispatch_to):
         backend = InProcessBackend()
