@@ -68,7 +68,7 @@ def run_once(case: Case, mode: str, tensors: tuple[torch.Tensor, ...]) -> list[t
     """Forward and backward; log-probs, and the gradients of hidden states and LM head."""
     hidden, weight, targets, gradient = tensors
     hidden.grad = weight.grad = None
-    size = LogitsSettings(logits_optimization_peak_mem_size_in_gib=case.peak_gib).peak_gib("cpu")
+    size = LogitsSettings(logits_optimization_peak_mem_size_in_gib=case.peak_gib).peak_gib(hidden.device.type)
     if mode == "memory":
         tile = tile_shape(len(targets), case.vocab, size)
         values = logprobs_and_entropy_from_hidden(hidden, weight, None, targets, 1.0, entropy=case.entropy, tile=tile)

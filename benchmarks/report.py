@@ -34,3 +34,8 @@ def print_line(name: str, ratio: float, bound: float | None, kind: Literal["min"
     line = {"name": name, "ratio": round(ratio, 4), "bound": bound, "ok": ok, **more}
     print(json.dumps(line), flush=True)
     return ok
+
+
+def print_skipped(name: str, reason: str, **more: Any) -> None:
+    """Print that something was not measured, and why."""
+    print(json.dumps({"name": name, "skipped": reason, **more}), flush=True)

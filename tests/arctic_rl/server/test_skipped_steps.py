@@ -22,6 +22,8 @@ CASES_OF = {
     2: [
         (0, "float32", "not clipped"),
         (0, "bfloat16", "clipped"),
+        (1, "float32", "clipped"),
+        (1, "bfloat16", "not clipped"),
         (2, "float32", "clipped"),
         (2, "bfloat16", "not clipped"),
         (3, "float32", "clipped"),
