@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from integrations.arctic_rl.server.sampling_spec import SamplingSpec
+from integrations.arctic_rl.server.sampling_worker import SamplingWorker
 
 START_LIMIT_S, CALL_LIMIT_S = 300.0, 120.0
 
@@ -127,11 +128,34 @@ def engine_spec(model_path: Path, **changes: Any) -> SamplingSpec:
     return SamplingSpec(**(fields | changes))
 
 
-def _serve(spec: SamplingSpec, connection: Connection) -> None:
-    from integrations.arctic_rl.server.sampling_worker import SamplingWorker
+class CountingWorker(SamplingWorker):
+    """Notes of each request how many tokens of its prompt the engine had cached, as vLLM says."""
 
+    def __init__(self, spec: SamplingSpec) -> None:
+        super().__init__(spec)
+        self._prefills: list[tuple[int, int]] = []
+
+    async def take_prefills(self) -> list[tuple[int, int]]:
+        """(tokens of the prompt, how many of them were cached) of each request since the last call."""
+        prefills, self._prefills = self._prefills, []
+        return prefills
+
+    async def setup(self) -> None:
+        await super().setup()
+        generate = self._engine.generate
+
+        async def noted(*arguments: Any, **keywords: Any) -> Any:
+            async for output in generate(*arguments, **keywords):
+                if output.finished:
+                    self._prefills.append((len(output.prompt_token_ids), output.num_cached_tokens))
+                yield output
+
+        self._engine.generate = noted
+
+
+def _serve(spec: SamplingSpec, connection: Connection) -> None:
     async def serve() -> None:
-        worker, peak = SamplingWorker(spec), Peak()
+        worker, peak = CountingWorker(spec), Peak()
         while (command := await asyncio.to_thread(connection.recv)) is not None:
             method, arguments = command
             try:

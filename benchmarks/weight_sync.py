@@ -7,7 +7,8 @@ plain copy of the same tensors, both in processor time of one thread and over me
 first sync, which takes fresh memory, is reported beside it). For shared memory, and for buckets of 16 MiB.
 
 memory with buckets: what the sender holds at most besides the model, with the bucket that both sides map, is a bucket
-and 4 MiB. With ZeRO-3, where the sender holds a share of the model, the parameter that is being gathered comes on top.
+and 4 MiB. With ZeRO-3, where the sender holds a share of the model, the most that DeepSpeed itself takes to gather one
+parameter comes on top, measured here too: for a moment twice its size.
 
 What an engine takes to load the weights (vLLM's own loader, which repacks them) and what memory it takes meanwhile is
 reported apart; ``--no-engine`` leaves it out. About a minute on 2 idle cores.
@@ -16,6 +17,7 @@ reported apart; ``--no-engine`` leaves it out. About a minute on 2 idle cores.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import multiprocessing
 import os
 import sys
@@ -155,6 +157,7 @@ def measure_moving(module: torch.nn.Module, root: Path, repeats: int) -> bool:
 
 def measure_memory(module: torch.nn.Module, root: Path) -> bool:
     """Print the most that the sender holds besides its model."""
+    _return_freed_memory()
     sender = WeightSender(PlainEngine(module), 0, 0)
     return _print_memory("low_memory_peak", sender, root / "memory", 0)
 
@@ -164,6 +167,8 @@ def _print_memory(name: str, sender: WeightSender, folder: Path, gathered: int) 
     specs = sender.declare(DTYPE)
     buckets = plan_buckets(specs, BUCKET)
     bound = max(BUCKET, *(spec.nbytes for spec in specs)) + gathered + SLACK
+    smallest = min(specs, key=lambda spec: spec.nbytes)
+    sender.export_bucket([smallest.name], str(folder), 1, DTYPE)  # what is imported and started once
     peak = Peak()
     peak.reset()
     for bucket in buckets:
@@ -188,6 +193,7 @@ def zero3_memory(model_path: str, root: str) -> bool:
 
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     torch.set_num_threads(1)
+    _return_freed_memory()
     _init_distributed("cpu")
     optimizer = OptimizerSpec(1e-6, (0.9, 0.999), 0.0, 1.0, "constant", 0)
     spec = TrainingSpec(
@@ -206,9 +212,29 @@ def zero3_memory(model_path: str, root: str) -> bool:
         use_zorro=False,
     )
     engine, _ = initialize_engine(load_model(spec), spec)
-    sender = WeightSender(engine, 3, 0)
-    largest = max(spec.nbytes for spec in sender.declare(DTYPE))
-    return _print_memory("low_memory_peak_zero3", sender, Path(root) / "zero3", largest)
+    return _print_memory(
+        "low_memory_peak_zero3", WeightSender(engine, 3, 0), Path(root) / "zero3", gather_peak(engine)
+    )
+
+
+def gather_peak(engine: Any) -> int:
+    """The most memory that DeepSpeed takes to gather one parameter of a ZeRO-3 engine."""
+    import deepspeed
+
+    peak, most = Peak(), 0
+    for parameter in engine.module.parameters():
+        peak.reset()
+        with deepspeed.zero.GatheredParameters([parameter]):
+            pass
+        most = max(most, peak.extra())
+    return most
+
+
+def _return_freed_memory() -> None:
+    """Let the allocator give freed blocks of 64 KiB and more back: it would keep up to 32 MiB of them."""
+    m_mmap_threshold = -3
+    if not ctypes.CDLL(None).mallopt(m_mmap_threshold, 64 * 1024):
+        raise OSError("mallopt refused a threshold")
 
 
 def _in_process(function: Callable[..., bool], *arguments: Any) -> bool:
@@ -247,12 +273,12 @@ def measure_engine(module: torch.nn.Module, model_path: Path, root: Path, copied
     with engines([engine_spec(model_path)]) as (engine,):
         version = 0
         for name, way in (("shared_memory", sync), ("low_memory", sync_buckets)):
-            times = []
+            times, extra = [], 0
             for _ in range(repeats + 1):
                 version += 1
                 engine.call("peak.reset")
                 times.append(way(engine, version))
-                extra = engine.call("peak.extra")
+                extra = max(extra, engine.call("peak.extra"))
             seconds = median(times[1:])
             more = {
                 "seconds": round(seconds, 3),

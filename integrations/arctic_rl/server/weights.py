@@ -173,6 +173,7 @@ def checked(
                 f"{spec.shape} was declared; a ZeRO-3 parameter must be gathered while it is sent"
             )
         yield spec, tensor
+        del tensor  # else it is held while the next one is gathered
     left = next(declared, None)
     if left is not None:
         raise ArcticError(f"weights to send: tensor {left.name!r} was declared and did not come")
@@ -211,6 +212,7 @@ def write_weights(
         offsets = iter(manifest.offsets)
         for spec, tensor in checked(specs, named_tensors):
             segment.tensor(spec, next(offsets)).copy_(tensor.detach())
+            del tensor  # else it is held while the next one is gathered
         partial = path.with_suffix(".partial")
         partial.write_text(json.dumps({"format": _FORMAT, **asdict(manifest)}))
         partial.rename(path)

@@ -1,7 +1,9 @@
 """Partitioned parameters on their way to the engines and to an export, with a gather that takes everything back."""
 
 import sys
-from types import SimpleNamespace
+import weakref
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 
 from integrations.arctic_rl.server import engine as engine_module
 from integrations.arctic_rl.server import hf_export
+from integrations.arctic_rl.server.lora import Weight
 from integrations.arctic_rl.server.weight_sync.buckets import plan_buckets
 from integrations.arctic_rl.server.weight_sync.part import unpack
 from integrations.arctic_rl.server.weight_sync.sender import WeightSender
@@ -38,10 +41,17 @@ class Gathered:
             parameter.data = torch.empty(0)
 
 
+def use_gather(monkeypatch, context):
+    """Put a gather context in DeepSpeed's place."""
+    module = ModuleType("deepspeed")
+    module.zero, module.__spec__ = SimpleNamespace(GatheredParameters=context), ModuleSpec("deepspeed", None)
+    monkeypatch.setitem(sys.modules, "deepspeed", module)
+
+
 @pytest.fixture
 def partitioned(monkeypatch):
     monkeypatch.setattr(Gathered, "entered", [])
-    monkeypatch.setitem(sys.modules, "deepspeed", SimpleNamespace(zero=SimpleNamespace(GatheredParameters=Gathered)))
+    use_gather(monkeypatch, Gathered)
     monkeypatch.setattr(engine_module, "GATHER_BYTES", 2 * 2**20)
     module = torch.nn.Module()
     generator = torch.Generator().manual_seed(0)
@@ -88,6 +98,28 @@ def test_buckets_hold_whole_values_that_stay(partitioned, tmp_path, mapped):
     assert Gathered.entered == ALONE, "each once, so that no more than one is held besides the bucket"
     if mapped:
         assert (tmp_path / "weights.bin").stat().st_size == 2 * 2**20
+
+
+@pytest.mark.parametrize("mapped", [True, False])
+def test_no_value_is_held_while_the_next_one_is_gathered(partitioned, tmp_path, monkeypatch, mapped):
+    """Storage of a gathered parameter lives as long as anybody holds a view of it, whatever the gather does."""
+    values: list[weakref.ref] = []
+
+    def tracked(self, given=Weight.value):
+        value = given(self)
+        values.append(weakref.ref(value))
+        return value
+
+    def entered(self):
+        assert all(value() is None for value in values), "a value of the gather before is still held"
+        Gathered.__enter__(self)
+
+    monkeypatch.setattr(Weight, "value", tracked)
+    use_gather(monkeypatch, type("Watched", (Gathered,), {"__enter__": entered}))
+    sender = WeightSender(partitioned.engine, 3, 0)
+    for names in PAIRS:
+        sender.export_bucket(names, str(tmp_path) if mapped else None, 1, "float32")
+    assert Gathered.entered == ALONE
 
 
 @pytest.mark.parametrize("mapped", [True, False])

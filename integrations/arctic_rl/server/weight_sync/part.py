@@ -30,9 +30,12 @@ def pack(
 
     manifest = Manifest(version, dtype, tuple(specs))
     data = torch.empty(manifest.nbytes, dtype=torch.uint8)
-    for (spec, tensor), offset in zip(checked(specs, named_tensors), manifest.offsets, strict=False):
+    offsets = iter(manifest.offsets)
+    for spec, tensor in checked(specs, named_tensors):
+        offset = next(offsets)
         place = data[offset : offset + spec.nbytes].view(getattr(torch, spec.dtype)).view(spec.shape)
         place.copy_(tensor.detach())
+        del tensor  # else it is held while the next one is gathered
     return PackedPart(manifest, data.numpy())
 
 
