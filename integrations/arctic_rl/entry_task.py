@@ -26,6 +26,9 @@ def run_entry(
     """
     import ray
 
+    from .spared_imports import spare_vllm
+
+    spare_vllm()
     from .entry_module import require_file
     from .entrypoint import release_semaphores
     from .launched_experiment import composed_experiments

@@ -149,6 +149,9 @@ def cleaned_up() -> Iterator[str]:
 
 def experiment(cfg: Any, run_id: str, env_vars: dict[str, str], experiment_class: type | None = None) -> None:
     """The whole run, in one Ray task, so that the training loop never lives on the head node."""
+    from .spared_imports import spare_vllm
+
+    spare_vllm()
     from skyrl.train.entrypoints.main_base import BasePPOExp
 
     from .compose import with_mixin

@@ -54,6 +54,9 @@ def launch(reference: str, arguments: list[str], entry_name: str | None = None) 
         UnsupportedError: for a module of another shape; the message says what to write.
         ArcticError: when the run fails.
     """
+    from .spared_imports import spare_vllm
+
+    spare_vllm()
     from .entry_main import EntryMain
     from .entry_module import choose_entry, load_module, require_main
 
