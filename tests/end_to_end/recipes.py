@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -170,14 +173,15 @@ def wait_for_steps(folder: Path, process: subprocess.Popen, steps: int, limit_s:
 def run_processes(process: subprocess.Popen) -> list[psutil.Process]:
     """Every process that belongs to the run: the driver's descendants and whatever carries the run's id."""
     family = {child.pid: child for child in psutil.Process(process.pid).children(recursive=True)}
-    run_ids = {run_id for child in family.values() if (run_id := _run_id(child))}
+    run_ids = {run_id for child in family.values() if (run_id := run_id_of(child))}
     for other in psutil.process_iter():
-        if _run_id(other) in run_ids:
+        if run_id_of(other) in run_ids:
             family[other.pid] = other
     return list(family.values())
 
 
-def _run_id(process: psutil.Process) -> str | None:
+def run_id_of(process: psutil.Process) -> str | None:
+    """The id of the run that a process belongs to."""
     try:
         return process.environ().get("ARCTIC_RL_RUN_ID")
     except psutil.Error:
@@ -193,3 +197,27 @@ def left_over(processes: list[psutil.Process], limit_s: float = 10) -> list[str]
     """Which of the processes still run after ``limit_s``."""
     _, alive = psutil.wait_procs(processes, timeout=limit_s)
     return [f"{p.pid} {p.name()}" for p in alive if p.status() != psutil.STATUS_ZOMBIE]
+
+
+def left_in_shared_memory(run_id: str, before: Collection[str], limit_s: float = 10) -> list[str]:
+    """What a run that is over leaves in shared memory for ``limit_s``: names with its id, and semaphores of Python's
+    multiprocessing that are not among ``before`` and that no process uses."""
+    deadline = time.monotonic() + limit_s
+    while True:
+        with os.scandir("/dev/shm") as entries:
+            inodes = {entry.name: entry.inode() for entry in entries if entry.name not in before}
+        used = used_semaphores()
+        unused = [name for name, inode in inodes.items() if name.startswith("sem.mp-") and inode not in used]
+        left = sorted({*unused, *(name for name in inodes if run_id in name)})
+        if not left or time.monotonic() > deadline:
+            return left
+        time.sleep(0.2)
+
+
+def used_semaphores() -> set[int]:
+    """Inodes of the semaphores that any process has mapped; a mapping does not keep the name."""
+    used = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):
+            used |= {int(inode) for inode in re.findall(r" (\d+) +/dev/shm/sem\.", maps.read_text())}
+    return used

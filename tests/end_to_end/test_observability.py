@@ -1,6 +1,7 @@
-"""One real run of a recipe's own entry module, with everything on that looks at a run.
+"""One real run of a recipe's own entry module, with everything on that looks at a run, under adapters.
 
-Its trainer, config fields, callback and logger of samples; evaluation, dumps, profiler and wandb.
+Its trainer, config fields, callback and logger of samples; evaluation, dumps, profiler and wandb. What is trained is
+LoRA under examples/custom_loss.py, in the KL term, with log-probs from existing logits.
 """
 
 import json
@@ -10,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from recipes import left_over, read_lines, run_processes, settings, wait_for_steps, write_inputs
@@ -21,14 +23,28 @@ PROMPTS, BATCH, SAMPLES, EVAL_SAMPLES = 12, 4, 4, 2
 STEPS = PROMPTS // BATCH
 EVALUATED = [0, 1, 2, 3]
 """Before training, as the callback asks for, at the interval, and at the end."""
+ADAPTERS = {
+    "trainer.arctic_rl.processor_modules": "[custom_loss]",
+    "trainer.arctic_rl.loss_fn": "truncated_reinforce",
+    "trainer.arctic_rl.loss_config.max_weight": 0.5,
+    "trainer.arctic_rl.logits_optimization": "compute",
+    "trainer.algorithm.use_kl_loss": True,
+    "trainer.policy.model.lora.rank": 4,
+    "trainer.policy.optimizer_config.lr": 1e-2,
+    "trainer.hf_save_interval": STEPS,
+    "generator.sampling_params.additional_kwargs.seed": 7,
+}
 MODULES = Path(__file__).parent / "modules"
 
 
-def test_everything_that_looks_at_a_run(tmp_path):
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
     """The module is a file in a folder that is not the run's, and imports another one beside it."""
+    tmp_path = tmp_path_factory.mktemp("watched")
     write_inputs(tmp_path, prompts=PROMPTS)
     elsewhere = tmp_path / "else where"
     shutil.copytree(MODULES, elsewhere)
+    shutil.copy(Path(__file__).parents[2] / "examples" / "custom_loss.py", tmp_path)
     profiler = "trainer.policy.torch_profiler_config"
     changes = {
         "trainer.algorithm.penalty": 0.02,
@@ -59,6 +75,7 @@ def test_everything_that_looks_at_a_run(tmp_path):
         f"{profiler}.warmup": 0,
         f"{profiler}.active": 1,
         f"{profiler}.repeat": 1,
+        **ADAPTERS,
     }
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment |= {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline", "WANDB_API_KEY": "none"}
@@ -75,9 +92,13 @@ def test_everything_that_looks_at_a_run(tmp_path):
     output = (tmp_path / "output.log").read_text()
     assert process.returncode == 0, output[-4000:]
     assert left_over(processes) == []
+    return SimpleNamespace(folder=tmp_path, output=output, logs=read_lines(tmp_path / "logs" / "metrics.jsonl"))
+
+
+def test_everything_that_looks_at_a_run(run):
+    tmp_path, output, logs = run.folder, run.output, run.logs
     assert "trainer.policy.record_memory" in output, "it has no effect here, and that is said"
 
-    logs = read_lines(tmp_path / "logs" / "metrics.jsonl")
     check_events(read_lines(tmp_path / "logs" / "events.jsonl"), tmp_path)
     check_evaluations(logs, tmp_path)
     check_wandb(logs, tmp_path)
@@ -96,6 +117,26 @@ def test_everything_that_looks_at_a_run(tmp_path):
     assert trace.name == "rank0_w0.pt.trace.json"
     names = {event.get("name") for event in json.loads(trace.read_text())["traceEvents"]}
     assert {"aten::mm", "Optimizer.step#AdamW.step"} <= names, "the second step, backward pass and update included"
+
+
+def test_adapters_under_a_loss_of_the_users_own(run):
+    logs = run.logs[1:]
+    for line in logs:
+        assert line["policy/loss_metrics/weight"] == pytest.approx(0.5, abs=1e-3), "the ratio is near 1, cut at 0.5"
+        assert line["policy/grad_norm"] > 0
+        assert line["policy/final_loss"] == pytest.approx(
+            line["policy/policy_loss"] + 0.001 * line["policy/policy_kl"], abs=1e-6
+        )
+        assert "policy/loss_metrics/clip_ratio" not in line, "the recipe's own policy loss ran"
+        assert line["policy/rollout_train_logprobs_abs_diff_mean"] < 1e-5, "the engine has the adapters too"
+    assert logs[0]["policy/policy_kl"] < logs[1]["policy/policy_kl"]
+    assert logs[-1]["policy/policy_kl"] > 1e-3
+    workers = {path.stem for path in (run.folder / "logs" / "workers").glob("*.log")}
+    assert workers == {"policy-0", "sampling-0"}, "the base model is the reference, without a worker of its own"
+    (listing,) = (run.folder / "checkpoints" / "global_step_1" / "policy").glob("rank-*.json")
+    assert all(".lora_" in piece["name"] for piece in json.loads(listing.read_text())["pieces"])
+    exported = run.folder / "exports" / f"global_step_{STEPS}" / "policy"
+    assert {"model.safetensors", "lora_adapter", "tokenizer.json"} <= {path.name for path in exported.iterdir()}
 
 
 def check_events(events, folder):

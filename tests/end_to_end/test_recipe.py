@@ -1,22 +1,28 @@
 """Real recipes through SkyRL's own entry module: Ray, DeepSpeed, vLLM and the scoring pool, all of them real."""
 
-import json
 import os
-import shutil
 import signal
 import time
-from pathlib import Path
 
 import pytest
-from recipes import left_over, read_lines, run_processes, settings, start, wait_for_steps, worker, write_inputs
+from recipes import (
+    left_in_shared_memory,
+    left_over,
+    read_lines,
+    run_id_of,
+    run_processes,
+    settings,
+    start,
+    wait_for_steps,
+    worker,
+    write_inputs,
+)
 
 from integrations.arctic_rl.checkpoint import verify
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 STOP_LIMIT_S = 3 * 30.0
-OURS = ("sem.mp-", "arctic-rl-")
-"""Names in shared memory: semaphores of Python's multiprocessing, and the folder of a run's weights."""
 
 
 def finish(process, folder, limit_s):
@@ -44,18 +50,21 @@ def test_two_ranks_two_engines_and_a_reference_model_from_a_folder_of_decoys(tmp
         "trainer.ckpt_interval": 2,
         "trainer.eval_interval": 2,
     }
-    shared_memory = set(os.listdir("/dev/shm"))
+    before = os.listdir("/dev/shm")
     process = start(tmp_path, settings(tmp_path, changes), "skyrl_arctic_rl.entrypoint")
     try:
         wait_for_steps(tmp_path, process, 1)
         processes = run_processes(process)
-        trainer_process = worker(processes, "experiment").pid
-        output = finish(process, tmp_path, 400)
+        trainer = worker(processes, "experiment")
+        run_id = run_id_of(trainer)
+        assert any(run_id in name for name in os.listdir("/dev/shm")), "the folder of its weights"
+        process.wait(timeout=400)
     finally:
         process.kill()
+    output = (tmp_path / "output.log").read_text()
     assert process.returncode == 0, output[-4000:]
     assert left_over(processes) == []
-    assert not {name for name in set(os.listdir("/dev/shm")) - shared_memory if name.startswith(OURS)}
+    assert left_in_shared_memory(run_id, before) == []
 
     logs = [line for line in read_lines(tmp_path / "logs" / "metrics.jsonl") if "policy/final_loss" in line]
     assert [line["trainer/global_step"] for line in logs] == [1, 2]
@@ -63,7 +72,7 @@ def test_two_ranks_two_engines_and_a_reference_model_from_a_folder_of_decoys(tmp
         assert line["policy/rollout_train_logprobs_abs_diff_mean"] < 1e-5
         assert 0 < line["reward/avg_raw_reward"] < 1
         assert line["policy/grad_norm"] > 0
-        assert line["environment/process_id"] not in (0, trainer_process)
+        assert line["environment/process_id"] not in (0, trainer.pid)
         assert line["environment/forwarded"] == 1.0
         assert line["generate/scoring_busy_s"] > 0
     assert logs[0]["policy/policy_kl"] < logs[1]["policy/policy_kl"]
@@ -79,46 +88,6 @@ def test_two_ranks_two_engines_and_a_reference_model_from_a_folder_of_decoys(tmp
     assert len(list(checkpoint.glob("rank-*.json"))) == 2
     assert (checkpoint / "huggingface" / "tokenizer.json").is_file()
     assert (tmp_path / "checkpoints" / "latest_ckpt_global_step.txt").read_text() == "2"
-
-
-def test_adapters_under_a_loss_of_the_users_own(tmp_path):
-    """LoRA under examples/custom_loss.py named in the recipe, in the KL term, with log-probs from existing logits."""
-    write_inputs(tmp_path)
-    shutil.copy(Path(__file__).parents[2] / "examples" / "custom_loss.py", tmp_path)
-    changes = {
-        "trainer.arctic_rl.processor_modules": "[custom_loss]",
-        "trainer.arctic_rl.loss_fn": "truncated_reinforce",
-        "trainer.arctic_rl.loss_config.max_weight": 0.5,
-        "trainer.arctic_rl.logits_optimization": "compute",
-        "trainer.algorithm.use_kl_loss": True,
-        "trainer.policy.model.lora.rank": 4,
-        "generator.sampling_params.additional_kwargs.seed": 7,
-        "generator.sampling_params.max_generate_length": 32,
-        "trainer.policy.optimizer_config.lr": 1e-2,
-        "trainer.ckpt_interval": 2,
-        "trainer.hf_save_interval": 2,
-    }
-    process = start(tmp_path, settings(tmp_path, changes))
-    output = finish(process, tmp_path, 400)
-    assert process.returncode == 0, output[-4000:]
-    logs = [line for line in read_lines(tmp_path / "logs" / "metrics.jsonl") if "policy/final_loss" in line]
-    assert [line["trainer/global_step"] for line in logs] == [1, 2]
-    for line in logs:
-        assert line["policy/loss_metrics/weight"] == pytest.approx(0.5, abs=1e-3), "the ratio is near 1, cut at 0.5"
-        assert line["policy/grad_norm"] > 0
-        assert line["policy/final_loss"] == pytest.approx(
-            line["policy/policy_loss"] + 0.001 * line["policy/policy_kl"], abs=1e-6
-        )
-        assert "policy/loss_metrics/clip_ratio" not in line, "the recipe's own policy loss ran"
-        assert line["policy/rollout_train_logprobs_abs_diff_mean"] < 1e-5, "the engine has the adapters too"
-    assert logs[0]["policy/policy_kl"] < logs[1]["policy/policy_kl"]
-    assert logs[1]["policy/policy_kl"] > 1e-3
-    workers = {path.stem for path in (tmp_path / "logs" / "workers").glob("*.log")}
-    assert workers == {"policy-0", "sampling-0"}, "the base model is the reference, without a worker of its own"
-    (listing,) = (tmp_path / "checkpoints" / "global_step_2" / "policy").glob("rank-*.json")
-    assert all(".lora_" in piece["name"] for piece in json.loads(listing.read_text())["pieces"])
-    exported = tmp_path / "exports" / "global_step_2" / "policy"
-    assert {"model.safetensors", "lora_adapter", "tokenizer.json"} <= {path.name for path in exported.iterdir()}
 
 
 def test_a_killed_rank_ends_the_run_with_its_name_and_nothing_left(tmp_path):
