@@ -16,7 +16,7 @@ from tests.arctic_rl.processors.helpers import tiny_model
 
 def worker(role, model, dtype):
     result = object.__new__(TrainingWorker)
-    result._rank, result._sender, result._receiver = 0, None, None
+    result._rank, result._asleep, result._sender, result._receiver = 0, set(), None, None
     result._spec = SimpleNamespace(role=role, dtype=dtype, zero_stage=2)
     result._engine = InferenceEngine(model, dtype) if role == "ref" else SimpleNamespace(module=model)
     return result

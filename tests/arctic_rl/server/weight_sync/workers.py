@@ -129,7 +129,7 @@ class Cluster:
         self.calls = []
         self.folder, self.dtype = folder, dtype
         trainer = object.__new__(TrainingWorker)
-        trainer._rank, trainer._sender, trainer._receiver = 0, None, None
+        trainer._rank, trainer._asleep, trainer._sender, trainer._receiver = 0, set(), None, None
         trainer._spec = SimpleNamespace(role="policy", dtype="float32", zero_stage=0)
         trainer._engine = SimpleNamespace(module=policy)
         self.workers = {"policy-0": trainer}
