@@ -150,10 +150,14 @@ def checkpoint_problems(cfg: Any) -> Iterator[str]:
     """Folders that cannot be written, and a checkpoint to go on from that is missing or not whole, a line each."""
     trainer = cfg.trainer
     written = {"export_path": True, "ckpt_path": trainer.ckpt_interval > 0, "log_path": True}
-    for name in (name for name, used in written.items() if used):
-        problem = _folder_problem(_local(vars(trainer)[name]))
+    folders = {f"trainer.{name}": vars(trainer)[name] for name, used in written.items() if used}
+    profiler = trainer.policy.torch_profiler_config
+    if profiler.enable and profiler.save_path:
+        folders["trainer.policy.torch_profiler_config.save_path"] = profiler.save_path
+    for setting, folder in folders.items():
+        problem = _folder_problem(_local(folder))
         if problem is not None:
-            yield f"trainer.{name}={vars(trainer)[name]}: {problem}"
+            yield f"{setting}={folder}: {problem}"
     try:
         if trainer.resume_mode == "latest":
             setting = f"trainer.resume_mode=latest, ckpt_path={trainer.ckpt_path}"

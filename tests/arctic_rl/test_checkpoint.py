@@ -175,6 +175,7 @@ def resuming_from(root, mode, path=None):
         resume_path=path,
         critic=SimpleNamespace(model=SimpleNamespace(path=None)),
         fully_async=SimpleNamespace(enabled=False),
+        policy=SimpleNamespace(torch_profiler_config=SimpleNamespace(enable=False)),
         **dict.fromkeys(("ckpt_path", "export_path", "log_path"), root),
     )
     return SimpleNamespace(trainer=trainer)

@@ -210,11 +210,12 @@ class TestPreflight:
         (line,) = preflight_problems(self.cfg(tmp_path, *overrides))
         assert "begins with global_step_" in line
 
-    @pytest.mark.parametrize("name", ["ckpt_path", "export_path"])
+    @pytest.mark.parametrize("name", ["ckpt_path", "export_path", "policy.torch_profiler_config.save_path"])
     def test_folders_that_cannot_be_written(self, tmp_path, name):
         file = tmp_path / "a file"
         file.touch()
-        (line,) = preflight_problems(self.cfg(tmp_path, f"trainer.{name}={file}/below"))
+        profiler = "trainer.policy.torch_profiler_config.enable=true"
+        (line,) = preflight_problems(self.cfg(tmp_path, f"trainer.{name}={file}/below", profiler))
         assert line.startswith(f"trainer.{name}=") and line.endswith("is not a folder")
 
 

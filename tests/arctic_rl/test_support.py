@@ -373,6 +373,7 @@ def test_a_setting_that_another_one_switches_off_is_said_to_have_no_effect(overr
         assert artefacts(cfg, loop) == artefacts(plain, loop)
 
 
+PROFILER = "trainer.policy.torch_profiler_config"
 CRITIC = "trainer.critic.model.path=a/model trainer.critic_mini_batch_size=4"
 LIMITS = {
     "trainer.algorithm.kl_estimator_type=k9": "k1, k2, k3, abs",
@@ -393,6 +394,8 @@ LIMITS = {
     "trainer.policy.model.lora.rank=8 trainer.policy.model.lora.exclude_modules=+proj": "nothing to repeat",
     f"{CRITIC} trainer.critic.model.lora.rank=4 trainer.critic.model.lora.target_modules=[]": "it names no layer",
     f"{CRITIC} trainer.algorithm.value_head_prefix=a.b": "write value_head",
+    f"{PROFILER}.enable=true {PROFILER}.save_path=/traces {PROFILER}.ranks=[0,1]": "has 1 ranks",
+    f"{PROFILER}.enable=true {PROFILER}.save_path=traces": "an absolute path",
     "generator.zero_reward_on_non_stop=true generator.batched=true": "generator.batched=false",
     "generator.chat_template_kwargs.a=1 generator.batched=true": "generator.batched=false",
     "generator.sampling_params.additional_kwargs.min_tokens=5": "leave it out",
@@ -423,6 +426,9 @@ def test_a_value_that_cannot_be_honoured_is_refused(overrides):
         "trainer.policy.model.lora.rank=8 trainer.policy.model.lora.exclude_modules=[]",
         "trainer.policy.model.lora.target_modules=[]",
         "trainer.algorithm.value_head_prefix=a.b",
+        f"{PROFILER}.ranks=[7] {PROFILER}.save_path=traces",
+        f"{PROFILER}.enable=true {PROFILER}.save_path=/traces {PROFILER}.ranks=[1] "
+        "trainer.placement.policy_num_gpus_per_node=2",
         "trainer.export_path=x trainer.ckpt_path=x",
         "trainer.export_path=x/exports trainer.ckpt_path=x trainer.hf_save_interval=5",
         "generator.zero_reward_on_non_stop=true generator.chat_template_kwargs.a=1",

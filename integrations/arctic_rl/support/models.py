@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -144,6 +145,22 @@ def _without_profiler(cfg: Any) -> str | None:
     return None if cfg.trainer.policy.torch_profiler_config.enable else "no profiler"
 
 
+def _profiled_ranks(setting: str, value: Any, cfg: Any) -> Iterable[str]:
+    placement = cfg.trainer.placement
+    ranks = placement.policy_num_nodes * placement.policy_num_gpus_per_node
+    if any(not 0 <= rank < ranks for rank in value):
+        yield refusal(setting, value, f"the policy has {ranks} ranks, counted from 0", "leave out those that are not")
+
+
+def _trace_folder(setting: str, value: Any, cfg: Any) -> Iterable[str]:
+    if value and "://" not in value and not os.path.isabs(value):
+        why = "a training worker would take it below a working folder of its own"
+        yield refusal(setting, value, why, "write an absolute path")
+
+
+_PROFILER_LIMITS = {"ranks": _profiled_ranks, "save_path": _trace_folder}
+
+
 def _param_dtype(setting: str, value: Any, cfg: Any) -> Iterable[str]:
     expected = "bf16" if cfg.trainer.bf16 else "fp32"
     if value != expected:
@@ -232,7 +249,9 @@ POLICY: dict[str, Entry] = under(
             f"{_PROFILING}TestHooks::test_a_run_starts_steps_and_stops_the_profilers",
         ),
         **{
-            f"torch_profiler_config.{name}": ours(what, f"{_PROFILING}{test}", idle=_without_profiler)
+            f"torch_profiler_config.{name}": ours(
+                what, f"{_PROFILING}{test}", limit=_PROFILER_LIMITS.get(name), idle=_without_profiler
+            )
             for name, (what, test) in _PROFILER_DETAILS.items()
         },
         "model_config_kwargs": ours(
