@@ -137,7 +137,7 @@ def expected_update(model_path: str | Path) -> ExpectedUpdate:
         return float(torch.stack([tensor.square().sum() for tensor in tensors]).sum().sqrt())
 
     weights = list(model.parameters())
-    return ExpectedUpdate(float(loss), norm(w.grad for w in weights), norm(w.detach() for w in weights))
+    return ExpectedUpdate(float(loss.detach()), norm(w.grad for w in weights), norm(w.detach() for w in weights))
 
 
 def _reference(model_path: str | Path) -> torch.nn.Module:
