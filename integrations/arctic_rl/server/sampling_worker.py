@@ -17,7 +17,7 @@ from typing import Any
 from ..errors import ArcticError, UnsupportedError, WorkerDiedError
 from .process import log_tail, own_process_ids
 from .sampling_spec import SamplingSpec, end_token_ids, engine_arguments, engine_environment
-from .weight_sync.part import PackedPart, as_file
+from .weight_sync.part import Part, as_file
 from .weights import TensorSpec, read_manifest
 from .worker_log import open_worker_log
 
@@ -206,7 +206,7 @@ class SamplingWorker:
         if self._spec.weight_transfer is None:
             await self._worker_call("arctic_begin_parts")
 
-    async def load_part(self, part: str | PackedPart) -> None:
+    async def load_part(self, part: Part) -> None:
         """Load one part of an update, which may be overwritten or freed when this returns.
 
         Raises:

@@ -20,7 +20,7 @@ from .worker_log import open_worker_log
 logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
-    from .weight_sync.part import PackedPart
+    from .weight_sync.part import Part
     from .weight_sync.receiver import ModelReceiver
     from .weight_sync.sender import WeightSender
     from .weights import TensorSpec
@@ -242,11 +242,11 @@ class TrainingWorker:
         """Gather all parameters and write them for the engines; the manifest's path on rank 0, None elsewhere."""
         return self._weight_sender().export(directory, version, dtype)
 
-    def export_bucket(
-        self, names: list[str], directory: str | None, version: int, dtype: str
-    ) -> str | PackedPart | None:
-        """``export_weights`` for some of them, as bytes where there is no directory."""
-        return self._weight_sender().export_bucket(names, directory, version, dtype)
+    def export_bucket(self, names: list[str], directory: str | None, version: int, dtype: str) -> Part | None:
+        """``export_weights`` for some of them, in Ray's object store where there is no directory."""
+        from .weight_sync.part import store
+
+        return store(self._weight_sender().export_bucket(names, directory, version, dtype))
 
     def transfer_weights(self, *arguments: Any) -> None:
         """Send the weights by vLLM's transfer engine (``weight_sync.sender``)."""
@@ -263,7 +263,7 @@ class TrainingWorker:
     def begin_update(self, version: int) -> None:
         self._receiver.begin(version)
 
-    def load_part(self, part: str | PackedPart) -> None:
+    def load_part(self, part: Part) -> None:
         self._receiver.load(part)
 
     def end_update(self, keep_cache: bool) -> int:

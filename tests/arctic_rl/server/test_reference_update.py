@@ -12,6 +12,7 @@ from integrations.arctic_rl.server.training_worker import TrainingWorker
 from integrations.arctic_rl.server.weight_sync import low_memory
 from integrations.arctic_rl.server.weight_sync.run import SyncRun
 from tests.arctic_rl.processors.helpers import tiny_model
+from tests.arctic_rl.server.weight_sync.workers import use_store
 
 
 def worker(role, model, dtype):
@@ -47,11 +48,13 @@ def update(policy, reference, folder, dtype, *, one_node=True, bucket_bytes=20_0
 @pytest.mark.parametrize("one_node", [True, False])
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_all_weights_are_the_policys_in_the_references_dtype(tmp_path, dtype, tied, one_node):
+def test_all_weights_are_the_policys_in_the_references_dtype(tmp_path, monkeypatch, dtype, tied, one_node):
+    stored = use_store(monkeypatch)
     policy, other = (tiny_model(seed=seed, tie_word_embeddings=tied) for seed in (0, 3))
     reference = worker("ref", other, dtype)
     update(worker("policy", policy, dtype), reference, tmp_path, dtype, one_node=one_node)
     assert any(tmp_path.iterdir()) == one_node, "nothing is written for a reference model on another node"
+    assert (len(stored) > 1) == (not one_node)
     held = reference._engine.module
     for name, value in policy.named_parameters():
         assert torch.equal(dict(held.named_parameters())[name], value.to(getattr(torch, dtype))), name

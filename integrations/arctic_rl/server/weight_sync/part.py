@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..weights import Manifest, Segment, TensorSpec, checked, segment_at, write_weights
 
@@ -20,6 +20,25 @@ class PackedPart:
     manifest: Manifest
     data: np.ndarray
     """uint8."""
+
+
+@dataclass(frozen=True)
+class StoredPart:
+    """A ``PackedPart`` in Ray's object store: all receivers are handed one copy of it a node."""
+
+    ref: Any
+    """Ray's reference; the store drops the bytes with the last one."""
+
+
+type Part = str | PackedPart | StoredPart
+"""A bucket: the path of its manifest on this node, or its bytes."""
+
+
+def store(part: str | PackedPart | None) -> Part | None:
+    """Put bytes into Ray's object store once, whose copy travels; a path stays as it is."""
+    import ray
+
+    return StoredPart(ray.put(part)) if isinstance(part, PackedPart) else part
 
 
 def pack(
@@ -39,6 +58,15 @@ def pack(
     return PackedPart(manifest, data.numpy())
 
 
+def fetch(part: Part) -> str | PackedPart:
+    """The part itself, from Ray's object store if it is there."""
+    if not isinstance(part, StoredPart):
+        return part
+    import ray
+
+    return ray.get(part.ref)
+
+
 def unpack(part: PackedPart) -> Iterable[tuple[str, torch.Tensor]]:
     """(name, tensor) pairs that share the part's memory, not to be written to."""
     import torch
@@ -48,8 +76,9 @@ def unpack(part: PackedPart) -> Iterable[tuple[str, torch.Tensor]]:
         yield spec.name, torch.from_numpy(place).view(getattr(torch, spec.dtype)).view(spec.shape)
 
 
-def as_file(part: str | PackedPart, directory: str, segment: Segment | None = None) -> str:
+def as_file(part: Part, directory: str, segment: Segment | None = None) -> str:
     """The path of a part's manifest on this node; bytes are written to ``directory``."""
+    part = fetch(part)
     if isinstance(part, str):
         return part
     manifest = part.manifest

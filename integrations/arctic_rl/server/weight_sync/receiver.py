@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ...errors import ArcticError
 from ..weights import TensorSpec, compare_tensors, iter_weights
-from .part import PackedPart, unpack
+from .part import Part, fetch, unpack
 
 if TYPE_CHECKING:
     import torch
@@ -37,10 +37,11 @@ class ModelReceiver:
     def begin(self, version: int) -> None:
         self._version, self._missing = version, set(self._parameters)
 
-    def load(self, part: str | PackedPart) -> None:
+    def load(self, part: Part) -> None:
         """Copy a part's tensors."""
         import torch
 
+        part = fetch(part)
         values = iter_weights(part) if isinstance(part, str) else unpack(part)
         with torch.no_grad():
             for name, value in values:

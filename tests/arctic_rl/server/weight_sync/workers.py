@@ -2,8 +2,10 @@
 
 import asyncio
 import inspect
+import pickle
 from types import SimpleNamespace
 
+import ray
 import torch
 
 from integrations.arctic_rl.server import sampling_worker
@@ -116,6 +118,19 @@ class Handle:
         return SimpleNamespace(remote=remote)
 
 
+def use_store(monkeypatch):
+    """Put a dict in place of Ray's object store, and return it: what arrives is a copy, by reference."""
+    stored = {}
+
+    def put(value):
+        stored[f"ref {len(stored)}"] = pickle.dumps(value)
+        return f"ref {len(stored) - 1}"
+
+    monkeypatch.setattr(ray, "put", put)
+    monkeypatch.setattr(ray, "get", lambda ref: pickle.loads(stored[ref]))
+    return stored
+
+
 class Cluster:
     """One policy rank and some engines; ``policy`` and ``samplers`` are their models."""
 
@@ -125,6 +140,7 @@ class Cluster:
         monkeypatch.setattr(sampling_worker, "_CACHE_RESET_PAUSE_SECONDS", 0.001)
         monkeypatch.setattr(transfer, "_wait", lambda calls: [call.result(20) for call in list(calls)])
         monkeypatch.setattr(transfer, "trainer_engine", self.trainer_engine)
+        use_store(monkeypatch)
         self.made = []
         self.calls = []
         self.folder, self.dtype = folder, dtype
