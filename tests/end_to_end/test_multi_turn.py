@@ -1,14 +1,17 @@
-"""Two steps on an environment of several turns with tool output: the real stack, and the batches it dumps."""
+"""An environment of several turns with tool output: the real stack, the batches it dumps, and ctrl-C."""
 
 import pickle
+import signal
 from pathlib import Path
 
 import pytest
-from recipes import byte_tokenizer, read_lines, settings, start, write_inputs
+from recipes import byte_tokenizer, left_over, read_lines, run_processes, settings, start, wait_for_steps, write_inputs
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 TURNS = 3
+STEPS = 2
+STOP_LIMIT_S = 3 * 30.0
 ENVIRONMENT = """
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 from skyrl_gym.envs.registration import register, registry
@@ -52,34 +55,65 @@ STEP_WISE = {
 }
 
 
-@pytest.mark.parametrize(
-    "changes", [OTHER_CONFIG, STEP_WISE], ids=["a conversation", "merged steps, two ranks, two engines"]
-)
-def test_tool_output_is_in_the_rows_and_out_of_the_loss(tmp_path, changes):
+@pytest.fixture
+def folder(tmp_path):
     write_inputs(tmp_path)
     (tmp_path / "count_env.py").write_text(ENVIRONMENT)
-    overrides = {
+    rewrite_env_class(tmp_path / "prompts.parquet")
+    return tmp_path
+
+
+def overrides(folder, changes):
+    values = {
         "environment.env_class": "count",
         "trainer.arctic_rl.env_modules": "[count_env, letter_env]",
-        "data.train_data": f"['{tmp_path}/prompts.parquet']",
+        "data.train_data": f"['{folder}/prompts.parquet']",
         "trainer.dump_data_batch": True,
         "generator.max_turns": TURNS,
         "generator.max_input_length": 200,
         "generator.sampling_params.max_generate_length": 12,
         "generator.inference_engine.engine_init_kwargs.max_model_len": 256,
         "generator.sampling_params.additional_kwargs.seed": 3,
-        **changes,
     }
-    rewrite_env_class(tmp_path / "prompts.parquet")
-    process = start(tmp_path, settings(tmp_path, overrides))
+    return settings(folder, values | changes)
+
+
+def test_a_conversation_until_ctrl_c_stops_everything(folder):
+    """The model with another config than its folder's."""
+    process = start(folder, overrides(folder, {**OTHER_CONFIG, "trainer.epochs": 500}))
+    try:
+        wait_for_steps(folder, process, STEPS)
+        processes = run_processes(process)
+        process.send_signal(signal.SIGINT)
+        process.wait(timeout=STOP_LIMIT_S)
+    finally:
+        process.kill()
+    output = (folder / "output.log").read_text()
+    assert process.returncode not in (0, None)
+    assert "interrupted" in output, output[-4000:]
+    assert left_over(processes) == []
+    assert not any("eval/all/avg_score" in line for line in read_lines(folder / "logs" / "metrics.jsonl"))
+    check_steps(folder)
+
+
+def test_merged_steps_on_two_ranks_with_two_engines(folder):
+    process = start(folder, overrides(folder, STEP_WISE))
     try:
         process.wait(timeout=400)
     finally:
         process.kill()
-    output = (tmp_path / "output.log").read_text()
-    assert process.returncode == 0, output[-4000:]
+    assert process.returncode == 0, (folder / "output.log").read_text()[-4000:]
+    lines = read_lines(folder / "logs" / "metrics.jsonl")
+    assert [line["global_step"] for line in lines if "policy/final_loss" in line] == [1, 2]
+    assert any("eval/all/avg_score" in line for line in lines)
+    assert len(read_lines(folder / "logs" / "optimizer_steps.jsonl")) == 2 * STEPS
+    check_steps(folder)
 
-    logs = [line for line in read_lines(tmp_path / "logs" / "metrics.jsonl") if "policy/final_loss" in line]
+
+def check_steps(folder):
+    """The first two steps: what they logged, and tool output in the rows that is out of the loss."""
+    lines = read_lines(folder / "logs" / "metrics.jsonl")
+    logs = [line for line in lines if "policy/final_loss" in line][:STEPS]
     assert [line["trainer/global_step"] for line in logs] == [1, 2]
     for line in logs:
         assert line["policy/rollout_train_logprobs_abs_diff_max"] < 1e-4
@@ -88,15 +122,11 @@ def test_tool_output_is_in_the_rows_and_out_of_the_loss(tmp_path, changes):
         assert 1 < line["environment/turns"] <= TURNS
         assert line["generate/avg_assistant_tokens"] < line["generate/avg_num_tokens"]
         assert line["generate/scoring_failed"] == 0
-    evaluated = [line for line in read_lines(tmp_path / "logs" / "metrics.jsonl") if "eval/all/avg_score" in line]
-    assert bool(evaluated) == ("trainer.eval_interval" in changes)
-    steps = read_lines(tmp_path / "logs" / "optimizer_steps.jsonl")
-    assert [step["optimizer_step"] for step in steps] == [1, 2, 3, 4]
-    assert all(steps[i]["ratio_max_deviation"] < 1e-4 for i in (0, 2)), "the first mini-batch of each batch"
-
-    dumped = sorted((tmp_path / "exports" / "dumped_data").glob("*.pkl"))
-    assert len(dumped) == 2
-    for path, line in zip(dumped, logs, strict=True):
+    updates = read_lines(folder / "logs" / "optimizer_steps.jsonl")[: 2 * STEPS]
+    assert [update["optimizer_step"] for update in updates] == [1, 2, 3, 4]
+    assert all(updates[i]["ratio_max_deviation"] < 1e-4 for i in (0, 2)), "the first mini-batch of each batch"
+    for step, line in enumerate(logs, start=1):
+        (path,) = (folder / "exports" / "dumped_data").glob(f"global_step_{step}_*.pkl")
         check_batch(pickle.loads(path.read_bytes()), byte_tokenizer(), line)
 
 

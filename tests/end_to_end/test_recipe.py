@@ -1,7 +1,6 @@
 """Real recipes through SkyRL's own entry module: Ray, DeepSpeed, vLLM and the scoring pool, all of them real."""
 
 import os
-import signal
 import time
 
 import pytest
@@ -136,18 +135,3 @@ def test_a_killed_engine_is_replaced_and_a_killed_driver_leaves_nothing_behind(t
     assert left_over(processes, STOP_LIMIT_S) == []
     latest = int((tmp_path / "checkpoints" / "latest_ckpt_global_step.txt").read_text())
     verify(tmp_path / "checkpoints" / f"global_step_{latest}")
-
-
-def test_ctrl_c_stops_everything(tmp_path):
-    write_inputs(tmp_path)
-    process = start(tmp_path, settings(tmp_path, {"trainer.epochs": 500}))
-    try:
-        wait_for_steps(tmp_path, process, 1)
-        processes = run_processes(process)
-        process.send_signal(signal.SIGINT)
-        output = finish(process, tmp_path, STOP_LIMIT_S)
-    finally:
-        process.kill()
-    assert process.returncode not in (0, None)
-    assert "interrupted" in output
-    assert left_over(processes) == []
