@@ -97,6 +97,7 @@ FULLY_ASYNC: dict[str, Entry] = {
         f"{_TESTS}TestTenSteps::test_no_sample_is_lost_and_none_twice",
         "tests/arctic_rl/test_dispatch.py::TestWeightSync::"
         "test_requests_are_kept_in_mid_generation_where_training_is_asynchronous",
+        "tests/arctic_rl/test_callback_uses.py::test_code_that_adds_some_is_told_with_its_line",
         limit=_demands,
     ),
     "fully_async.max_staleness_steps": skyrls(
