@@ -211,6 +211,13 @@ class TestConfig:
         training, sampling, reference = (told.to_onprem(name) for name in ("training", "sampling", "log_prob"))
         assert training["ds_worker_config"]["enable_gradient_checkpointing"] is True
         assert training["checkpoint_path"] and training["seed"] == 5
+        kept = (training["ds_worker_config"][name] for name in ("attn_implementation", "use_liger"))
+        assert tuple(kept) == ("flash_attention_2", False)
+        kernels = {"attention": "flash_attention_3", "use_liger": True, "use_zorro": False}
+        policy = replace(config.policy, device="cuda", **kernels)
+        other = jobs.client_config(replace(config, policy=policy), request_timeout_s=9.0, context_length=512)
+        kept = (other.training.ds_worker_config[name] for name in ("attn_implementation", "use_liger"))
+        assert tuple(kept) == ("flash_attention_3", True)
         assert sampling["vllm_config"]["max_model_len"] == 77
         assert sampling["vllm_config"]["logprobs_mode"] == "processed_logprobs"
         assert reference["log_prob_config"]["zero_optimization"] == {"stage": 0}

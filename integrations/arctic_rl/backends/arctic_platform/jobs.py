@@ -15,6 +15,7 @@ from ...server.sampling_spec import SamplingSpec
 from ...server.specs import ServerConfig
 
 __all__ = [
+    "FLASH_ATTENTION",
     "allocation_problems",
     "check_config",
     "check_package",
@@ -27,6 +28,8 @@ __all__ = [
 
 RELEASE = "0.1.4"
 """Of the package, whose code these payloads and refusals were compared with."""
+FLASH_ATTENTION = ("flash_attention_2", "flash_attention_3")
+"""Attention that keeps the rows of a micro-batch apart; the first is what a recipe gets that names none."""
 _CONSTANT = ("constant", "constant_with_warmup")
 _GPUS = {
     "training_gpus": ("trainer.placement.policy_num_gpus_per_node", "--training-gpus"),
@@ -93,6 +96,8 @@ def _problems(config: ServerConfig) -> Iterator[str]:
         yield f"scheduler={optimizer.scheduler!r}: this server's schedules are DeepSpeed's: write constant"
     if optimizer.num_warmup_steps or optimizer.lr_warmup_ratio:
         yield f"num_warmup_steps={optimizer.num_warmup_steps}: this server's warm-up is one step late: write 0"
+    if policy.attention not in (None, *FLASH_ATTENTION):
+        yield f"attention={policy.attention!r}: rows see each other on this server then: write {FLASH_ATTENTION[0]}"
     if policy.use_zorro:
         yield "use_zorro=True: this server reuses the mask of its first micro-batch: write None or False"
     if policy.processor_modules:
@@ -190,7 +195,7 @@ def client_config(config: ServerConfig, *, request_timeout_s: float, context_len
     from arctic_platform.client import ArcticClientConfig, OnPremConfig, SamplingConfig, TrainingConfig
 
     host, port = server_address(config.server_url)
-    longest = config.sampling.max_model_len
+    longest, attention = config.sampling.max_model_len, config.policy.attention
     reference = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 0}}
     return ArcticClientConfig(
         model_name=config.policy.model_path,
@@ -204,9 +209,9 @@ def client_config(config: ServerConfig, *, request_timeout_s: float, context_len
         training=TrainingConfig(
             ds_config=training_config(config),
             ds_worker_config={
-                "attn_implementation": "flash_attention_2",
+                "attn_implementation": FLASH_ATTENTION[0] if attention is None else attention,
                 "enable_gradient_checkpointing": config.policy.gradient_checkpointing,
-                "use_liger": False,
+                "use_liger": config.policy.use_liger,
                 "zorro_train_enable": False,
             },
             checkpoint_path=os.path.join(os.path.dirname(config.log_dir), "arctic_platform"),

@@ -7,13 +7,25 @@ from typing import Any
 
 from ...config import ArcticRLConfig
 from ...errors import ConfigError
-from .jobs import server_address
+from .jobs import FLASH_ATTENTION, server_address
 from .payload import CLIP_RANGE, DUAL_CLIP
 
 __all__ = ["setting_refusals"]
 
 _ALGORITHM = "trainer.algorithm"
 _ARCTIC = "trainer.arctic_rl"
+_NOT_TOLD = (
+    "cpu_kv_cache_gib",
+    "cpu_threads",
+    "gpu_timeout_s",
+    "max_cpu_workers",
+    "max_engine_restarts",
+    "max_skipped_steps",
+    "shutdown_timeout_s",
+    "weight_sync_bucket_mb",
+    "worker_timeout_s",
+)
+"""Settings of how our own server runs."""
 
 
 def setting_refusals(cfg: Any) -> Iterator[str]:
@@ -33,6 +45,15 @@ def _server(cfg: Any) -> Iterator[str]:
     arctic, engine = cfg.trainer.arctic_rl, cfg.generator.inference_engine
     if arctic.device == "cpu":
         yield f"{_ARCTIC}.device='cpu': this server has GPUs only: leave it out"
+    for name in _NOT_TOLD:
+        value = vars(arctic)[name]
+        if value != vars(ArcticRLConfig())[name]:
+            yield f"{_ARCTIC}.{name}={value!r}: this server looks after its workers itself: leave it out"
+    if arctic.attention not in (None, *FLASH_ATTENTION):
+        yield (
+            f"{_ARCTIC}.attention={arctic.attention!r}: rows of a micro-batch see each other on this server without "
+            f"flash attention: write {' or '.join(FLASH_ATTENTION)}"
+        )
     if engine.pipeline_parallel_size > 1:
         yield (
             f"generator.inference_engine.pipeline_parallel_size={engine.pipeline_parallel_size}: this server counts "
@@ -40,9 +61,6 @@ def _server(cfg: Any) -> Iterator[str]:
         )
     if arctic.weight_sync is not None:
         yield f"{_ARCTIC}.weight_sync={arctic.weight_sync!r}: this server has one way of its own: leave it out"
-    for name in ("max_engine_restarts", "worker_timeout_s"):
-        if vars(arctic)[name] != vars(ArcticRLConfig())[name]:
-            yield f"{_ARCTIC}.{name}={vars(arctic)[name]}: this server looks after its workers itself: leave it out"
     if arctic.comm_protocol != "http":
         yield (
             f"{_ARCTIC}.comm_protocol={arctic.comm_protocol!r}: this server is one that is up already: write http, "
