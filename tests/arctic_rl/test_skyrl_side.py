@@ -433,6 +433,13 @@ class TestModelConfig:
         assert inspect_config(parse(path, *longer, "trainer.algorithm.use_kl_loss=false")).refused == []
 
 
+def _types(value):
+    yield type(value)
+    items = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else []
+    for item in items:
+        yield from _types(item)
+
+
 ODD = {
     "trainer.arctic_rl.deepspeed.zero_optimization.reduce_bucket_size": (
         77,
@@ -465,6 +472,22 @@ class TestServerConfig:
         odd = server_config(parse(f"{setting}={json.dumps(value)}"), run_id="x", env_vars={})
         assert read(odd) == value
         assert read(plain) != value
+
+    def test_what_is_passed_through_is_plain_python(self):
+        engine, deepspeed = "generator.inference_engine.engine_init_kwargs", "trainer.arctic_rl.deepspeed"
+        offload = "zero_optimization.offload_optimizer"
+        cfg = parse(
+            f"{engine}.hf_overrides.rope_parameters={{rope_type:yarn,factor:2.0}}",
+            f"{engine}.compilation_config.cudagraph_capture_sizes=[1,2]",
+            f"{deepspeed}.{offload}={{device:cpu,pin_memory:false}}",
+        )
+        for device in ("cpu", "cuda"):
+            config = server_config(cfg, run_id="x", env_vars={}, device=device)
+            kwargs = config.sampling.engine_kwargs
+            assert kwargs["hf_overrides"] == {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}
+            assert kwargs["compilation_config"] == {"cudagraph_capture_sizes": [1, 2]}
+            found = set(_types([kwargs, config.policy.deepspeed]))
+            assert found <= {dict, list, str, int, float, bool}, found
 
     def test_kernels_that_cpus_do_not_have_are_refused_with_the_rest(self):
         refused = inspect_config(

@@ -6,11 +6,14 @@ import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from ..errors import ArcticError
 from .machine import Machine
+
+if TYPE_CHECKING:
+    from ..placement import ClusterDescription
 
 _CONNECT_S = 2.0
 _OF_ONE_MACHINE = ("ext2", "ext3", "ext4", "xfs", "btrfs", "tmpfs", "overlay", "apfs", "zfs")
@@ -21,18 +24,24 @@ Section = tuple[list[str], list[str]]
 """Lines about what was found, and about what stands against a run."""
 
 
-def placement_lines(cfg: Any, machine: Machine) -> Section:
-    """The plan of a recipe on ``trainer.arctic_rl.cluster_gpus``, or on this machine where that is not given."""
+def cluster_of(cfg: Any, machine: Machine) -> ClusterDescription:
+    """``trainer.arctic_rl.cluster_gpus``, or this machine where that is not given."""
     from ..described_placement import planned_cluster
+    from ..placement import ClusterDescription, Node
+
+    if cfg.trainer.arctic_rl.cluster_gpus is not None:
+        return planned_cluster(cfg)
+    return ClusterDescription((Node("this machine", machine.cores, len(machine.gpus)),))
+
+
+def placement_lines(cfg: Any, machine: Machine) -> Section:
+    """The plan of a recipe on ``cluster_of``."""
     from ..devices import device_of
-    from ..placement import ClusterDescription, Node, placement_request, plan_placement
+    from ..placement import placement_request, plan_placement
     from ..server_config import server_config
 
-    given = cfg.trainer.arctic_rl.cluster_gpus
-    cluster = ClusterDescription((Node("this machine", machine.cores, len(machine.gpus)),))
-    if given is not None:
-        cluster = planned_cluster(cfg)
     try:
+        cluster = cluster_of(cfg, machine)
         config = server_config(cfg, run_id="", env_vars={}, device=device_of(cfg, cluster.gpus))
         return plan_placement(placement_request(config), cluster).table().splitlines(), []
     except ArcticError as error:

@@ -22,7 +22,9 @@ class Machine:
     shared_folder: str
     """Where that is."""
     gpus: tuple[tuple[str, int], ...]
-    """Name and memory of each GPU."""
+    """Name and memory of each GPU that PyTorch sees."""
+    driver: bool = False
+    """Whether NVIDIA's driver is loaded."""
 
 
 def describe_machine() -> Machine:
@@ -38,6 +40,7 @@ def describe_machine() -> Machine:
         shared=shutil.disk_usage(folder).free,
         shared_folder=folder,
         gpus=tuple((item.name, item.total_memory) for item in properties),
+        driver=Path("/proc/driver/nvidia/version").exists(),
     )
 
 

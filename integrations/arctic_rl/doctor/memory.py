@@ -34,12 +34,13 @@ def training_memory(
     logits: int,
     bucket: int = BUCKET,
     live: int = LIVE,
+    whole_bucket: bool = False,
 ) -> dict[str, int]:
     """Bytes of one rank by what they are for; states that are offloaded count too, since they stay on the host.
 
     Adam's moments and what is stepped are float32, as gradients are once they are reduced. The first moment and the
-    second take 8 bytes a weight together. ZeRO (https://arxiv.org/abs/1910.02054) stage 2 shards these and the
-    gradients over the ranks, stage 3 the weights too.
+    second take 8 bytes a weight together. ZeRO (https://arxiv.org/abs/1910.02054) stage 1 shards these over the
+    ranks, stage 2 the gradients too, stage 3 the weights too.
 
     Args:
         size: of the model.
@@ -47,9 +48,11 @@ def training_memory(
         logits: bytes that the buffers for logits may take.
         bucket: gradients that are reduced at once.
         live: weights that stage 3 keeps gathered.
+        whole_bucket: whether a bucket takes its memory before it is filled, as on GPUs.
     """
     width = WIDTH[dtype]
     shards = ranks if zero_stage else 1
+    filled = bucket if whole_bucket else min(size.trained, bucket)
     frozen = size.parameters if size.trained != size.parameters else 0
     # Adapters are float32 only until DeepSpeed casts the model.
     weights = width * (frozen + size.trained)
@@ -58,12 +61,16 @@ def training_memory(
         "weights": _share(weights, ranks if zero_stage == 3 else 1),
         "float32 weights": _share(masters, shards),
         "optimizer": _share(8 * size.trained, shards),
-        "gradients": _share(4 * size.trained, shards),
+        "gradients": _share(4 * size.trained, shards if zero_stage > 1 else 1),
     }
-    if zero_stage:
-        parts["gradients being reduced"] = width * min(size.trained, bucket)
-    elif dtype != "float32":
+    if zero_stage < 2 and dtype != "float32":
         parts["gradients before they are float32"] = width * size.trained
+    elif zero_stage == 1:
+        parts["gradients of the shard"] = _share(4 * size.trained, shards)
+    if zero_stage == 2:
+        parts["gradients being reduced"] = width * filled
+    elif zero_stage == 3 or (zero_stage == 1 and dtype == "float32"):
+        parts["gradients being reduced"] = 4 * filled
     if zero_stage == 3 and ranks > 1:
         parts["gathered weights"] = width * min(size.parameters, live)
     parts["activations"] = activations(size, width=width, tokens=tokens, gradient_checkpointing=gradient_checkpointing)

