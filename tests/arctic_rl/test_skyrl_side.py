@@ -477,14 +477,14 @@ class TestServerConfig:
         engine, deepspeed = "generator.inference_engine.engine_init_kwargs", "trainer.arctic_rl.deepspeed"
         offload = "zero_optimization.offload_optimizer"
         cfg = parse(
-            f"{engine}.hf_overrides.rope_parameters={{rope_type:yarn,factor:2.0}}",
+            f"{engine}.additional_config={{inner:{{name:yarn,factor:2.0}}}}",
             f"{engine}.compilation_config.cudagraph_capture_sizes=[1,2]",
             f"{deepspeed}.{offload}={{device:cpu,pin_memory:false}}",
         )
         for device in ("cpu", "cuda"):
             config = server_config(cfg, run_id="x", env_vars={}, device=device)
             kwargs = config.sampling.engine_kwargs
-            assert kwargs["hf_overrides"] == {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}
+            assert kwargs["additional_config"] == {"inner": {"name": "yarn", "factor": 2.0}}
             assert kwargs["compilation_config"] == {"cudagraph_capture_sizes": [1, 2]}
             found = set(_types([kwargs, config.policy.deepspeed]))
             assert found <= {dict, list, str, int, float, bool}, found
