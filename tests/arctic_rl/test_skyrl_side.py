@@ -477,9 +477,11 @@ class TestServerConfig:
         engine, deepspeed = "generator.inference_engine.engine_init_kwargs", "trainer.arctic_rl.deepspeed"
         offload = "zero_optimization.offload_optimizer"
         cfg = parse(
-            f"{engine}.additional_config={{inner:{{name:yarn,factor:2.0}}}}",
+            f"{engine}.additional_config.inner.name=yarn",
+            f"{engine}.additional_config.inner.factor=2.0",
             f"{engine}.compilation_config.cudagraph_capture_sizes=[1,2]",
-            f"{deepspeed}.{offload}={{device:cpu,pin_memory:false}}",
+            f"{deepspeed}.{offload}.device=cpu",
+            f"{deepspeed}.{offload}.pin_memory=false",
         )
         for device in ("cpu", "cuda"):
             config = server_config(cfg, run_id="x", env_vars={}, device=device)

@@ -269,7 +269,7 @@ def _zero_problems(block: Any, stage: int) -> Iterator[str]:
 
 def _offload_problems(name: str, block: Any) -> Iterator[str]:
     if not isinstance(block, Mapping) or "device" not in block:
-        yield _line(name, block, f"must be a mapping; write {name}.device=cpu")
+        yield _line(name, block, f"must be a mapping; write {SETTING}.{name}.device=cpu")
         return
     for key, value in block.items():
         if key not in _OFFLOAD:
