@@ -17,7 +17,7 @@ from .server_config import server_config
 from .support.entries import shown
 from .type_checks import without_mistyped
 
-_PER_RUN = ("run_id", "env_vars", "log_file", "scratch_directory")
+_PER_RUN = ("run_id", "env_vars", "log_file", "scratch_directory", "visible_devices")
 """Fields of the server's config that a run fills in; environment variables may hold keys, and are never printed."""
 
 

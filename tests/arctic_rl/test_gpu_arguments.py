@@ -117,7 +117,7 @@ def test_actors_get_their_share_of_their_gpu_and_engines_all_their_devices(tmp_p
         options = {name: value for of_call in given for name, value in of_call.items()}
         assert options["num_gpus"] == 0.3333
         assert options["scheduling_strategy"].placement_group_bundle_index == 2
+        assert spec.visible_devices == {"policy": "6", "sampling": "6,7"}[worker.job]
         if worker.job == "sampling":
-            assert spec.visible_devices == "6,7"
             assert engine_environment(spec)["CUDA_VISIBLE_DEVICES"] == "6,7"
             assert "CUDA_VISIBLE_DEVICES" not in engine_environment(config.sampling)

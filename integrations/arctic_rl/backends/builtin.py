@@ -573,20 +573,22 @@ class BuiltinBackend(RemoteBackend):
             "max_restarts": 0,
             "enable_task_events": False,  # else Ray's control process keeps 3 KiB of each of some 300 calls a step
         }
+        devices = None
         if self._reservation is not None:
             options |= self._reservation.actor_options(worker)
+            devices = self._reservation.visible_devices(worker)
         name = f"{worker.job}-{worker.rank}"
         if worker.job == "sampling":
             spec = dataclasses.replace(
                 self._config.sampling,
                 log_file=self._log_file(name),
                 scratch_directory=os.path.join(self._run_dir, SCRATCH_FOLDER),
-                visible_devices=None if self._reservation is None else self._reservation.visible_devices(worker),
+                visible_devices=devices,
                 weight_transfer=self._sync.vllm_backend,
             )
             return ray.remote(SamplingWorker).options(**options, max_concurrency=MOST_IN_FLIGHT + 1000).remote(spec)
         specs = {"policy": self._config.policy, "critic": self._config.critic, "ref": self._config.reference}
-        spec = specs[worker.job]
+        spec = dataclasses.replace(specs[worker.job], visible_devices=devices)
         actor = ray.remote(concurrency_groups={"watch": 1, "ping": 1}, **options)(TrainingWorker)
         return actor.remote(spec, worker.rank, world_size, self._log_file(name))
 

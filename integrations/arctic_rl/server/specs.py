@@ -105,6 +105,9 @@ class TrainingSpec:
     use_liger: bool = False
     """Liger's kernels in place of norms, MLPs and rotary embeddings."""
 
+    visible_devices: str | None = None
+    """The rank's GPU, as ``CUDA_VISIBLE_DEVICES`` names it; None = what the process sees."""
+
     def __post_init__(self) -> None:
         from .deepspeed_config import check_deepspeed
         from .kernel_settings import check_kernels

@@ -92,6 +92,8 @@ class TrainingWorker:
             LOCAL_RANK="0",
             WORLD_SIZE=str(self._world_size),
         )
+        if self._spec.visible_devices is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = self._spec.visible_devices
         torch.set_num_threads(self._spec.threads)
         seed_everything(self._spec.seed)
         import_processor_modules(self._spec.processor_modules)
