@@ -4,7 +4,8 @@ A rank holds two parts: ``weights`` (of the model, with its buffers) and ``optim
 gradients and DeepSpeed's own buffers). DeepSpeed's ``offload_states`` moves one of them in the stages that have it:
 
 - ZeRO 1 and 2, the optimizer's. ``reload_states`` brings back all that is away, so weights cannot go through it too.
-- ZeRO 3, the weights: its optimizer states are moved for DeepSpeed's own FusedAdam only, and its gradients are lost.
+- ZeRO 3, the weights, unless some are frozen, at which it fails: its optimizer states are moved for DeepSpeed's own
+  FusedAdam only, and its gradients are lost.
 - ZeRO 0 has no such function.
 
 Whatever is still on the device then is moved storage by storage: the bytes are copied to the host and the storage is
@@ -104,7 +105,8 @@ class OffloadedStates:
     def _is_deepspeeds(self, part: str) -> bool:
         if self._stage not in DEEPSPEED_STATES or DEEPSPEED_STATES[self._stage][0] != part:
             return False
-        return part != WEIGHTS or not _offloads_parameters(self._engine)
+        all_trained = all(parameter.requires_grad for parameter in self._engine.module.parameters())
+        return part != WEIGHTS or (all_trained and not _offloads_parameters(self._engine))
 
     def _storages(self, part: str) -> Iterator[torch.UntypedStorage]:
         """What of a part is on the device, each storage once."""
