@@ -172,7 +172,9 @@ def http_seconds(rows: dict[str, torch.Tensor], meta: dict[str, Any], repeats: i
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         listening.listen()
-        server = uvicorn.Server(uvicorn.Config(make_app(HttpSettings(backend="idle")), log_level="warning"))
+        server = uvicorn.Server(
+            uvicorn.Config(make_app(HttpSettings(backend="idle", allowed_models=["none"])), log_level="warning")
+        )
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
         thread.start()
         while not server.started:
