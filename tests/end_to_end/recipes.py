@@ -161,10 +161,13 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def wait_for_steps(folder: Path, process: subprocess.Popen, steps: int, limit_s: float = 400) -> None:
-    """Wait until that many steps are logged."""
+def wait_for_steps(
+    folder: Path, process: subprocess.Popen, steps: int, metrics: Path | None = None, limit_s: float = 400
+) -> None:
+    """Wait until that many lines are logged in ``metrics``, by default those of the folder's run."""
+    metrics = metrics or folder / "logs" / "metrics.jsonl"
     deadline = time.monotonic() + limit_s
-    while len(read_lines(folder / "logs" / "metrics.jsonl")) < steps:
+    while len(read_lines(metrics)) < steps:
         assert process.poll() is None, (folder / "output.log").read_text()[-4000:]
         assert time.monotonic() < deadline, (folder / "output.log").read_text()[-4000:]
         time.sleep(0.2)
