@@ -6,7 +6,7 @@ gradients and DeepSpeed's own buffers). DeepSpeed's ``offload_states`` moves one
 - ZeRO 1 and 2, the optimizer's. ``reload_states`` brings back all that is away, so weights cannot go through it too.
 - ZeRO 3, the weights, unless some are frozen, at which it fails: its optimizer states are moved for DeepSpeed's own
   FusedAdam only, and its gradients are lost.
-- ZeRO 0 has no such function.
+- ZeRO 0, and ZeRO 1 where it has DeepSpeed's ``BF16_Optimizer``, have no such function.
 
 Whatever is still on the device then is moved storage by storage: the bytes are copied to the host and the storage is
 emptied (as PyTorch's FSDP frees its flat parameters), so that every view, hook and reference stays valid. DeepSpeed's
@@ -104,6 +104,8 @@ class OffloadedStates:
 
     def _is_deepspeeds(self, part: str) -> bool:
         if self._stage not in DEEPSPEED_STATES or DEEPSPEED_STATES[self._stage][0] != part:
+            return False
+        if not hasattr(self._engine.optimizer, "offload_states"):
             return False
         all_trained = all(parameter.requires_grad for parameter in self._engine.module.parameters())
         return part != WEIGHTS or (all_trained and not _offloads_parameters(self._engine))
