@@ -20,6 +20,7 @@ from .generator import ArcticGeneratorMixin
 from .inference import ArcticInferenceClient
 from .prompt_dataset import check_environment_rows, check_registered_rows, make_prompt_dataset
 from .scoring import ScoringConfig
+from .server.process import end_with_parent
 from .server_config import server_config
 from .trainer import ArcticTrainerMixin
 from .weight_versions import WeightVersionsMixin
@@ -32,6 +33,7 @@ class ArcticExpMixin:
     """
 
     def __init__(self, cfg: Any, *args: Any, run_id: str, env_vars: dict[str, str], **kwargs: Any) -> None:
+        end_with_parent()
         register_environments(cfg.trainer.arctic_rl.env_modules)
         self._arctic_loop = LoopThread("arctic-backend")
         backend_class = RemoteBackendRegistry.get(backend_name(cfg))

@@ -7,6 +7,8 @@ import os
 import random
 import socket
 import sys
+import threading
+import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -14,6 +16,7 @@ if TYPE_CHECKING:
 
 RUN_ID_VARIABLE = "ARCTIC_RL_RUN_ID"
 TRACKER_GRACE_S = 3.0
+ORPHAN_CHECK_S = 1.0
 
 
 def redirect_output(log_file: str) -> None:
@@ -25,6 +28,22 @@ def redirect_output(log_file: str) -> None:
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
+
+
+def end_with_parent() -> None:
+    """In a process of a run, end within a second or so of the end of the process that started it, a node's raylet.
+
+    Ray's own workers take a minute to notice that their raylet and the control process are gone.
+    """
+    if RUN_ID_VARIABLE in os.environ:
+        arguments = (os.getppid(),)
+        threading.Thread(target=_end_with, args=arguments, name="arctic-orphan-check", daemon=True).start()
+
+
+def _end_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(ORPHAN_CHECK_S)
+    os._exit(1)
 
 
 def seed_everything(seed: int) -> None:

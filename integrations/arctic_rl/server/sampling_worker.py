@@ -15,7 +15,7 @@ from multiprocessing import resource_tracker
 from typing import Any
 
 from ..errors import ArcticError, UnsupportedError, WorkerDiedError
-from .process import log_tail, own_process_ids
+from .process import end_with_parent, log_tail, own_process_ids
 from .sampling_spec import SamplingSpec, end_token_ids, engine_arguments, engine_environment
 from .weight_sync.part import Part, as_file
 from .weights import TensorSpec, read_manifest
@@ -74,6 +74,7 @@ class SamplingWorker:
             spec = dataclasses.replace(spec, scratch_directory=self._own_directory)
         if spec.log_file is not None:
             open_worker_log(spec.log_file)
+            end_with_parent()
         for name, value in engine_environment(spec).items():
             if value is None:
                 os.environ.pop(name, None)

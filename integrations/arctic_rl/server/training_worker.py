@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import ArcticError
 from .offload import PARTS, WEIGHTS, OffloadedStates
-from .process import free_address, own_process_ids, seed_everything
+from .process import end_with_parent, free_address, own_process_ids, seed_everything
 from .specs import TrainingSpec
 from .worker_log import open_worker_log
 
@@ -36,6 +36,7 @@ class TrainingWorker:
 
     def __init__(self, spec: TrainingSpec, rank: int, world_size: int, log_file: str) -> None:
         open_worker_log(log_file)
+        end_with_parent()
         self._spec = spec
         self._rank = rank
         self._world_size = world_size

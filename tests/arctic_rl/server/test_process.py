@@ -35,6 +35,33 @@ def test_a_resource_tracker_may_end_by_itself():
     assert not psutil.pid_exists(tracker.pid)
 
 
+CHILD = "from integrations.arctic_rl.server.process import end_with_parent; import time; end_with_parent(); "
+PARENT = f"""
+import subprocess, sys, time
+code = {CHILD!r} + "print(1, flush=True); time.sleep(60)"
+child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+child.stdout.readline()
+print(child.pid, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("of_a_run", [True, False])
+def test_a_runs_process_ends_with_the_one_that_started_it(of_a_run, monkeypatch):
+    monkeypatch.delenv(RUN_ID_VARIABLE, raising=False)
+    more = {RUN_ID_VARIABLE: "run-d"} if of_a_run else {}
+    command = [sys.executable, "-c", PARENT]
+    with subprocess.Popen(command, env={**os.environ, **more}, stdout=subprocess.PIPE, text=True) as parent:
+        child = psutil.Process(int(parent.stdout.readline()))
+        parent.kill()
+    try:
+        _, alive = psutil.wait_procs([child], timeout=20 if of_a_run else 2)
+        assert (alive == []) is of_a_run
+    finally:
+        if child.is_running():
+            child.kill()
+
+
 def test_a_log_tail_without_a_file_says_so(tmp_path):
     assert "no log file" in log_tail(str(tmp_path / "none.log"))
     (tmp_path / "some.log").write_text("\n".join(f"line {i}" for i in range(40)))
