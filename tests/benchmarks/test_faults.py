@@ -2,9 +2,11 @@
 
 import asyncio
 import json
+import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -55,10 +57,11 @@ def test_a_blow_falls_once_at_its_phase_behind_a_checkpoint(tmp_path, monkeypatc
     if how == "killed":
         assert victim.wait(timeout=20) == -signal.SIGKILL
         return
-    assert psutil.Process(victim.pid).status() == psutil.STATUS_STOPPED
-    (tmp_path / "hurt.json").touch()
+    assert os.WIFSTOPPED(os.waitpid(victim.pid, os.WUNTRACED)[1])
     victim.send_signal(signal.SIGCONT)
+    assert os.WIFCONTINUED(os.waitpid(victim.pid, os.WCONTINUED)[1])
     assert asyncio.run(Backend().step()) == "stepped"
+    time.sleep(0.2)
     assert psutil.Process(victim.pid).status() != psutil.STATUS_STOPPED, "one blow only"
 
 
