@@ -239,10 +239,13 @@ class BackendContract:
 
         version = served.run("update_weights")
         assert served.run("update_weights") == version + 1
-        (result,) = served.generate(PROMPTS[:1], temperature=1.0, seed=3)
-        rows = make_batch(PROMPTS[:1], [result["token_ids"]], pad_token_id=PAD)
-        found = served.run("log_probs", "policy", rows, make_meta(rows, dp_size=served.backend.dp_size("policy")))
-        torch.testing.assert_close(found[0], torch.tensor(result["logprobs"]), **CLOSE)
+        ranks = served.backend.dp_size("policy")
+        prompts = PROMPTS[:1] * ranks
+        results = served.generate(prompts, temperature=1.0, seed=3)
+        rows = make_batch(prompts, [result["token_ids"] for result in results], pad_token_id=PAD)
+        found = served.run("log_probs", "policy", rows, make_meta(rows, dp_size=ranks))
+        sampled = torch.tensor([result["logprobs"] for result in results])
+        torch.testing.assert_close(found, sampled, **CLOSE)
 
         served.run("save_weights", str(tmp_path / "export"))
         torch.testing.assert_close(expected_log_probs(tmp_path / "export"), after, **CLOSE)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import re
 import socket
 import sys
 import threading
@@ -33,7 +34,8 @@ def redirect_output(log_file: str) -> None:
 def end_with_parent() -> None:
     """In a process of a run, end within a second or so of the end of the process that started it, a node's raylet.
 
-    Ray's own workers take a minute to notice that their raylet and the control process are gone.
+    Ray's own workers take a minute to notice that their raylet and the control process are gone. Its agents, which
+    try for a minute to report it, are ended too where the driver of the run had started that raylet.
     """
     if RUN_ID_VARIABLE in os.environ:
         arguments = (os.getppid(),)
@@ -41,9 +43,28 @@ def end_with_parent() -> None:
 
 
 def _end_with(parent: int) -> None:
+    import psutil
+
+    agents = _agents(parent)
     while os.getppid() == parent:
         time.sleep(ORPHAN_CHECK_S)
+    for agent in agents:
+        with contextlib.suppress(psutil.Error):
+            agent.kill()
     os._exit(1)
+
+
+def _agents(raylet: int) -> list[psutil.Process]:
+    """Ray's agents of a raylet that a driver started; none of one that outlives its drivers (``ray start``)."""
+    import psutil
+
+    try:
+        process = psutil.Process(raylet)
+        if process.ppid() == 1:
+            return []
+        return [child for child in process.children() if re.match(r"ray::\w+Agent", " ".join(child.cmdline()))]
+    except psutil.Error:
+        return []
 
 
 def seed_everything(seed: int) -> None:
