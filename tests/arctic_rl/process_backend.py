@@ -1,6 +1,7 @@
 """A remote backend on real training workers in spawned processes, without Ray and without engines that sample."""
 
 import asyncio
+import logging
 import multiprocessing
 import os
 import random
@@ -18,6 +19,8 @@ from integrations.arctic_rl.backends.base import RemoteBackend
 from integrations.arctic_rl.backends.sharding import join_rows
 from integrations.arctic_rl.server.checkpoint import check_shares
 from integrations.arctic_rl.server.specs import TrainingSpec
+from integrations.arctic_rl.server.weight_sync import low_memory
+from integrations.arctic_rl.server.weight_sync.run import SyncRun
 from tests.arctic_rl.in_process_backend import shards_of
 
 
@@ -103,8 +106,11 @@ def _draw(rank: int) -> None:
 def _limit_file_size(nbytes: int | None) -> None:
     import resource
 
-    # The rank's own log is a file too, and has grown with every test before.
+    # The rank's own logs are files too, and have grown with every test before.
     os.ftruncate(1, 0)
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, logging.FileHandler):
+            os.truncate(handler.baseFilename, 0)
     limit = resource.RLIM_INFINITY if nbytes is None else nbytes
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
 
@@ -157,10 +163,24 @@ class ProcessBackend(RemoteBackend):
     async def update_reference(self) -> None:
         import tempfile
 
+        async def call(names: tuple[str, ...], method: str, *arguments: Any) -> list[Any]:
+            return (await self._call(method, names[0].split("-")[0], *arguments))[: len(names)]
+
+        ranks = range(self._processes.world_size)
         with tempfile.TemporaryDirectory() as folder:
-            dtype = self._specs["ref"].dtype
-            exported = await self._call("export_weights", "policy", folder, 0, dtype)
-            await self._call("load_weights", "ref", exported[0])
+            run = SyncRun(
+                call=call,
+                senders=tuple(f"policy-{rank}" for rank in ranks),
+                receivers=tuple(f"ref-{rank}" for rank in ranks),
+                handles=(),
+                processes=1,
+                folder=folder,
+                version=0,
+                dtype=self._specs["ref"].dtype,
+                bucket_bytes=2**20,
+                one_node=True,
+            )
+            await low_memory.send(run)
 
     async def save_checkpoint(self, job: str, directory: str) -> None:
         await self._call("save_checkpoint", job, directory)

@@ -218,11 +218,11 @@ def test_a_checkpoint_of_other_ranks_and_another_stage_is_taken_up(tmp_path, mod
     outcome = loop.run(backend.load_checkpoint("policy", str(tmp_path / "three")))
     assert (outcome["optimizer_steps"], outcome["same_ranks"]) == (9, False)
     assert outcome["saved"] == {"lr": 1.0} and outcome["now"]["num_training_steps"] == 100
-    # What is saved while the ranks sleep is what they hold.
+    # What is saved after a sleep is what was held before it.
     loop.run(backend.sleep_training())
+    loop.run(backend.wake_training())
     loop.run(backend.save_checkpoint("policy", str(tmp_path / "again")))
     loop.run(backend.save_weights(str(tmp_path / "export")))
-    loop.run(backend.wake_training())
     again, weights = assembled(tmp_path / "again"), load_file(tmp_path / "export" / "model.safetensors")
     assert again.keys() == expected.keys() == weights.keys()
     for name, kinds in expected.items():
