@@ -106,10 +106,17 @@ class WeightExtension:
         return manifest.version
 
     def arctic_begin_parts(self) -> None:
-        """Before the first ``arctic_load_part`` of all weights, as vLLM's own transfer engines do it."""
+        """Before the first ``arctic_load_part`` of all weights, as vLLM's own transfer engines do it.
+
+        An update that was given up is closed first: vLLM would count what had come of a fused layer once more, and
+        take it for whole before its last tensor.
+        """
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
+        if "_arctic_parts_begun" in self.__dict__:
+            self._arctic_finalize()
+        self._arctic_parts_begun = True
         with set_current_vllm_config(self.vllm_config):
             initialize_layerwise_reload(self.model_runner.get_model())
 
@@ -127,14 +134,18 @@ class WeightExtension:
 
     def arctic_end_parts(self) -> None:
         """After the last part."""
+        self._arctic_finalize()
+        self.model_runner.reset_lora_state()
+        self.model_runner.reset_encoder_cache()
+        self.model_runner.reset_mm_cache()
+
+    def _arctic_finalize(self) -> None:
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         with set_current_vllm_config(self.vllm_config):
             finalize_layerwise_reload(self.model_runner.get_model(), self.model_config)
-        self.model_runner.reset_lora_state()
-        self.model_runner.reset_encoder_cache()
-        self.model_runner.reset_mm_cache()
+        del self._arctic_parts_begun
 
     def arctic_random_state(self) -> str:
         """The state of this process's random generators, from which requests without a seed are sampled, as JSON."""

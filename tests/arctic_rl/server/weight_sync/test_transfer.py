@@ -14,7 +14,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from integrations.arctic_rl.server.weight_sync import ipc, nccl
 from integrations.arctic_rl.server.weight_sync.transfer import EngineClient, plain_update, weight_source
-from integrations.arctic_rl.server.weights import TensorSpec, declare
+from integrations.arctic_rl.server.weights import TensorSpec, declare, write_weights
 
 
 def test_the_client_is_what_vllm_asks_for_and_its_calls_exist():
@@ -117,3 +117,51 @@ def test_each_engine_is_called_once_and_waited_for(monkeypatch):
         *[(0, "transfer_update", {"names": []}), (1, "transfer_update", {"names": []}), "waited for 2"],
         *[(0, "transfer_finish"), (1, "transfer_finish"), "waited for 2"],
     ]
+
+
+def test_parts_of_an_update_that_was_given_up_are_not_counted_again(tmp_path):
+    """A fused layer of which the first third had come when the update was given up gets all thirds of the next one."""
+    from vllm.config import VllmConfig
+    from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
+
+    from integrations.arctic_rl.server.weight_extension import WeightExtension
+
+    class Fused(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros(6, 2), requires_grad=False)
+            self.weight.weight_loader = lambda param, value, part: param.data[2 * part :][:2].copy_(value)
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.qkv = Fused()
+
+        def load_weights(self, named):
+            parameters = dict(self.named_parameters())
+            for name, value in named:
+                parameters["qkv.weight"].weight_loader(parameters["qkv.weight"], value, int(name))
+
+    class Extension(WeightExtension):
+        def arctic_tied_copies(self):
+            return {}
+
+    def load(names, value):
+        values = [(name, torch.full((2, 2), 10.0 * value + int(name))) for name in names]
+        extension.arctic_load_part(str(write_weights(declare(values, "float32"), values, tmp_path, value, "float32")))
+
+    model = Model()
+    record_metadata_for_reloading(model)
+    extension = Extension()
+    extension.vllm_config, extension.model_config = VllmConfig(), SimpleNamespace(dtype=torch.float32)
+    extension.model_runner = SimpleNamespace(
+        get_model=lambda: model, reset_lora_state=int, reset_encoder_cache=int, reset_mm_cache=int
+    )
+    extension.arctic_begin_parts()
+    load("0", 1)
+    for value in (2, 3):
+        extension.arctic_begin_parts()
+        load("0", value)
+        load("12", value)
+        extension.arctic_end_parts()
+        assert model.qkv.weight[:, 0].tolist() == [10.0 * value + part for part in (0, 0, 1, 1, 2, 2)]
