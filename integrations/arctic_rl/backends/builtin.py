@@ -12,7 +12,7 @@ import os
 import shutil
 import tempfile
 import uuid
-from collections.abc import Awaitable
+from collections.abc import AsyncIterator, Awaitable
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +68,7 @@ class BuiltinBackend(RemoteBackend):
         self._unsynced_step = False
         self._synced_version = 0
         self._syncing = False
+        self._weights_kept = asyncio.Lock()
         self._running = asyncio.Event()
         self._running.set()
         self._frozen = False
@@ -197,10 +198,19 @@ class BuiltinBackend(RemoteBackend):
 
     async def step(self, job: str = "policy") -> dict[str, float]:
         self._require_workers("step")
-        self._unsynced_step |= job == "policy"
-        async with self._turns.turn(job):
+        async with self._weights_may_change(job), self._turns.turn(job):
             results = await self._call_all(self._names(job), "step")
         return results[0]
+
+    @contextlib.asynccontextmanager
+    async def _weights_may_change(self, job: str) -> AsyncIterator[None]:
+        """Inside, no restarted engine is being sent the policy's weights, of which none may be newer than others."""
+        if job != "policy":
+            yield
+            return
+        async with self._weights_kept:
+            self._unsynced_step = True
+            yield
 
     async def generate(self, requests: list[dict]) -> list[dict]:
         return list(await asyncio.gather(*(self._generate_one(request) for request in requests)))
@@ -222,11 +232,14 @@ class BuiltinBackend(RemoteBackend):
             restarts = self._engine_restarts()
             try:
                 await SENDERS[self._sync.strategy](self._sync_run("sampling", version, keep_cache=keep_cache))
-                return
+                if self._sync.strategy == "shared_memory" or self._engine_restarts() == restarts:
+                    return
+            except WorkerDiedError:
+                raise
             except ArcticError:
                 if self._engine_restarts() == restarts:
                     raise
-                logger.warning("weights of version %d are sent again: an engine was restarted", version)
+            logger.warning("weights of version %d are sent again: an engine was restarted", version)
 
     def _engine_restarts(self) -> int:
         return 0 if self._supervisor is None else self._supervisor.restarts
@@ -256,7 +269,23 @@ class BuiltinBackend(RemoteBackend):
             return run.version
         if self._syncing:
             return 0
-        version = await self._current_version()
+        async with self._weights_kept:
+            while True:
+                restarts = self._engine_restarts()
+                try:
+                    return await self._send_to_restarted(name)
+                except WorkerDiedError:
+                    raise
+                except ArcticError:
+                    if self._engine_restarts() == restarts:
+                        raise
+
+    async def _send_to_restarted(self, name: str) -> int:
+        """Send the weights of the last sync to an engine and to all that are up; others that are being restarted come
+        to this by themselves, and must not be waited for."""
+        away = set() if self._supervisor is None else self._supervisor.restarting() - {name}
+        names = tuple(engine for engine in self._names("sampling") if engine not in away)
+        version = max(self._synced_version, *await self._call_all(list(names), "weight_version"))
         if version and self._unsynced_step:
             raise ArcticError(
                 f"engine {name} cannot get the weights of version {version} any more: the policy has taken a step "
@@ -265,7 +294,7 @@ class BuiltinBackend(RemoteBackend):
             )
         if version:
             async with self._turns.beside("policy", [WEIGHTS]):
-                await SENDERS[self._sync.strategy](self._sync_run("sampling", version))
+                await SENDERS[self._sync.strategy](self._sync_run("sampling", version, names=names))
         return version
 
     async def update_reference(self) -> None:
@@ -359,8 +388,7 @@ class BuiltinBackend(RemoteBackend):
         names = self._names(job)
         problems = await self._call_all(names, "checkpoint_problems", directory)
         check_shares(problems)
-        self._unsynced_step |= job == "policy"
-        async with self._turns.turn(job):
+        async with self._weights_may_change(job), self._turns.turn(job):
             outcome = (await self._call_all(names, "load_checkpoint", directory))[0]
         if job == "policy":
             outcome["same_engines"] = await self._set_engines(Path(directory) / ENGINES_NAME)
@@ -670,7 +698,29 @@ class BuiltinBackend(RemoteBackend):
 
     async def _call_all(self, names: list[str], method: str, *args: Any) -> list[Any]:
         self._require_workers(method)
-        return await self._gather({name: self._send(name, method, *args) for name in names})
+        answers = self._gather({name: self._send(name, method, *args) for name in names})
+        return await (self._while_engines_live(answers) if method == "transfer_weights" else answers)
+
+    async def _while_engines_live(self, answers: Awaitable[list[Any]]) -> list[Any]:
+        """What ranks that meet the engines answer: they would wait for one that is gone without an end.
+
+        Raises:
+            WorkerDiedError: an engine died meanwhile, and the ranks stand in different places since.
+        """
+        if self._supervisor is None:
+            return await answers
+        transfer, death = asyncio.ensure_future(answers), self._supervisor.next_death()
+        await asyncio.wait({transfer, death}, return_when=asyncio.FIRST_COMPLETED)
+        if not transfer.done():
+            await asyncio.wait({transfer}, timeout=DEATH_GRACE_S)
+        if not death.done() or (transfer.done() and not _failed(transfer)):
+            return await transfer
+        transfer.add_done_callback(_failed)
+        transfer.cancel()
+        raise WorkerDiedError(
+            f"an engine died while ranks of the policy met it by trainer.arctic_rl.weight_sync={self._sync.strategy}, "
+            "and they cannot be called back; where a run has to survive that, write low_memory"
+        )
 
     def _send(self, name: str, method: str, *args: Any) -> Awaitable[Any]:
         if self._supervisor is not None and name.startswith("sampling") and not self._supervisor.restarts_here(name):

@@ -59,6 +59,7 @@ class EngineSupervisor:
         self._watches: dict[str, asyncio.Future] = {}
         self._alarms: dict[str, Alarm] = {}
         self._restarts: dict[str, asyncio.Task] = {}
+        self._next_death: asyncio.Future | None = None
         self._count = 0
         self._news: Counter[str] = Counter()
 
@@ -84,9 +85,12 @@ class EngineSupervisor:
 
         Raises:
             WorkerDiedError: one more engine died than the run survives.
+            ArcticError: the engine died while another one, whose restart this call is of, waits for the answer.
             Exception: what the call itself raised.
         """
         while True:
+            if name in self._restarts and _RESTARTED.get() is not None:
+                raise ArcticError(f"worker {name} died while {_RESTARTED.get()} was brought up again")
             await self._up(name)
             actor, watch, alarm = self._actors[name], self._watches[name], self._alarms[name]
             try:
@@ -99,6 +103,16 @@ class EngineSupervisor:
     def restarts_here(self, name: str) -> bool:
         """Whether this is part of an engine's restart, whose calls must not wait for its end."""
         return _RESTARTED.get() == name
+
+    def restarting(self) -> set[str]:
+        """Engines that are being restarted, or could not be."""
+        return set(self._restarts)
+
+    def next_death(self) -> asyncio.Future:
+        """Done when the next engine dies."""
+        if self._next_death is None or self._next_death.done():
+            self._next_death = asyncio.get_running_loop().create_future()
+        return self._next_death
 
     def dead(self) -> list[str]:
         """Engines that died and are not up again."""
@@ -123,6 +137,7 @@ class EngineSupervisor:
     def _died(self, name: str, watch: asyncio.Future) -> None:
         if not watch.cancelled():
             watch.exception()
+            self.next_death().set_result(None)
             if self._may_restart_now():
                 self._restart(name, watch)
 

@@ -10,10 +10,11 @@ import torch
 
 from integrations.arctic_rl.backends import builtin
 from integrations.arctic_rl.backends.builtin import BuiltinBackend
+from integrations.arctic_rl.errors import ArcticError
 from integrations.arctic_rl.placement import ClusterDescription, Node
 from integrations.arctic_rl.server.sampling_spec import SamplingSpec
 from integrations.arctic_rl.server.specs import OptimizerSpec, ServerConfig, TrainingSpec
-from integrations.arctic_rl.server.weights import declare, read_manifest, write_weights
+from integrations.arctic_rl.server.weights import TensorSpec, declare, read_manifest, write_weights
 from integrations.arctic_rl.wire.body import decode, encode_answer
 from integrations.arctic_rl.zorro.cost import CostModel
 
@@ -62,6 +63,7 @@ class FakeEngine:
     def __init__(self):
         self.version, self.asleep, self.frozen, self.requests = 0, False, asyncio.Event(), 0
         self.frozen.set()
+        self.update, self.parts = None, []
 
     async def setup(self): ...
 
@@ -82,6 +84,26 @@ class FakeEngine:
         assert read_manifest(path).version == version
         self.version = version
         return version
+
+    async def check_tensors(self, tensors, dtype):
+        return {}
+
+    async def begin_update(self, version):
+        assert self.update is None
+        self.update, self.parts = version, []
+
+    async def load_part(self, part):
+        if self.update is None:
+            raise ArcticError("a part of the weights came to an engine that no update was opened on")
+        self.parts.append(part)
+
+    async def end_update(self, keep_cache=False):
+        assert len(set(self.parts)) == 1, "weights of one step of the policy"
+        self.version, self.update = self.update, None
+        return self.version
+
+    async def abort_update(self):
+        self.update = None
 
     async def weight_version(self):
         return self.version
@@ -112,7 +134,7 @@ class FakeRank:
     """The calls that the backend makes on a training worker."""
 
     def __init__(self, rank):
-        self.rank = rank
+        self.rank, self.steps = rank, 0
 
     async def address(self):
         return "here", 1
@@ -140,11 +162,22 @@ class FakeRank:
 
     async def step(self):
         await asyncio.sleep(0.002)
+        self.steps += 1
         return {"lr": 1e-3, "grad_norm": 1.0, "skipped": False}
 
     async def export_weights(self, directory, version, dtype):
         tensors = [("w", torch.full((2,), float(version)))]
         return None if self.rank else str(write_weights(declare(tensors, dtype), tensors, directory, version, dtype))
+
+    async def declare_weights(self, dtype):
+        return [TensorSpec(name, (2,), "float32") for name in ("v", "w")]
+
+    async def export_bucket(self, names, directory, version, dtype):
+        await asyncio.sleep(0.002)
+        return self.steps
+
+    async def transfer_weights(self, backend, *arguments):
+        await asyncio.Event().wait()
 
     async def save_checkpoint(self, directory):
         await asyncio.sleep(0.002)
@@ -228,8 +261,11 @@ class FakeCluster:
                 actor._cluster.loop.call_soon_threadsafe(actor.die)
 
 
-def fake_backend(monkeypatch, tmp_path, *, engines=2, most=8, timeout_s=30.0):
-    """A built-in backend with two policy ranks, a critic, a reference model and engines, and its cluster."""
+def fake_backend(monkeypatch, tmp_path, *, engines=2, most=8, timeout_s=30.0, startup_s=20.0, **settings):
+    """A built-in backend with two policy ranks, a critic, a reference model and engines, and its cluster.
+
+    ``settings`` are further fields of the server's config.
+    """
     import ray
 
     cluster = FakeCluster()
@@ -253,9 +289,10 @@ def fake_backend(monkeypatch, tmp_path, *, engines=2, most=8, timeout_s=30.0):
         sync_dtype="float32",
         log_dir=str(tmp_path / "logs"),
         run_id="fake",
-        startup_timeout_s=20.0,
+        startup_timeout_s=startup_s,
         shutdown_timeout_s=1.0,
         max_engine_restarts=most,
         worker_timeout_s=timeout_s,
+        **settings,
     )
     return BuiltinBackend(config), cluster

@@ -7,7 +7,9 @@ import time
 import pytest
 
 from benchmarks.faults import PHASES, ends_the_run
+from integrations.arctic_rl.backends import builtin
 from integrations.arctic_rl.errors import ArcticError, WorkerDiedError
+from integrations.arctic_rl.server.weight_sync import SyncPlan
 from tests.arctic_rl.backends.fake_cluster import FakeEngine, expected_sample, fake_backend
 from tests.arctic_rl.processors.helpers import ragged_batch
 
@@ -154,6 +156,117 @@ def test_requests_that_are_kept_over_a_sync_go_on_on_the_next_engine(tmp_path, m
     assert [tokens[:2] for tokens in answered] == [tokens[:2] for tokens in samples(4, 0)]
     assert {tokens[2] for tokens in answered} <= {0, 1}
     assert len(cluster.actors["sampling-0"]) == 2
+
+
+@pytest.mark.parametrize("engines", [2, 3])
+def test_all_engines_die_at_once_and_no_copy_of_the_weights_is_kept(tmp_path, monkeypatch, engines):
+    """Each restart sends the weights to the engines that are up; none waits for another one."""
+
+    async def run():
+        await backend.initialize(10)
+        await backend.update_weights()
+        for actors in list(cluster.actors.values()):
+            if actors[0]._name.startswith("sampling"):
+                actors[0].die()
+        answers = await backend.generate(requests(8))
+        await backend.shutdown()
+        return [answer["token_ids"] for answer in answers]
+
+    backend, cluster = fake_backend(
+        monkeypatch, tmp_path, engines=engines, weight_sync="low_memory", weight_sync_bucket_mb=1, startup_s=5.0
+    )
+    assert asyncio.run(run()) == samples(8, 1)
+    assert [len(cluster.actors[f"sampling-{number}"]) for number in range(engines)] == [2] * engines
+
+
+@pytest.mark.parametrize("method", ["check_tensors", "begin_update", "load_part", "end_update"])
+def test_another_engine_dies_while_one_gets_its_weights_back(tmp_path, monkeypatch, method):
+    async def run():
+        await backend.initialize(10)
+        await backend.update_weights()
+        cluster.hurt("sampling-1", lambda called, keywords: called == method, "killed")
+        cluster.actors["sampling-0"][0].die()
+        first = await backend.generate(requests(8))
+        answers = [*first, *await backend.generate(requests(8))]
+        await backend.shutdown()
+        return [answer["token_ids"] for answer in answers]
+
+    backend, cluster = fake_backend(monkeypatch, tmp_path, weight_sync="low_memory", startup_s=5.0)
+    assert asyncio.run(run()) == samples(8, 1) * 2
+    assert [len(cluster.actors[f"sampling-{number}"]) for number in range(2)] == [2, 2]
+
+
+def test_an_engine_gets_no_mix_of_two_steps(tmp_path, monkeypatch):
+    """Where the policy trains while engines sample, it steps between two buckets for an engine that is restarted."""
+
+    async def run():
+        await backend.initialize(10)
+        await backend.update_weights()
+        stepped = []
+
+        def step(called, keywords):
+            if called == "export_bucket":
+                stepped.append(asyncio.ensure_future(backend.step()))
+            return False
+
+        cluster.hurt("sampling-1", step, "killed")
+        cluster.actors["sampling-0"][0].die()
+        answers = await backend.generate(requests(8))
+        await asyncio.gather(*stepped)
+        await backend.shutdown()
+        return [answer["token_ids"] for answer in answers], len(stepped)
+
+    monkeypatch.setattr(
+        "integrations.arctic_rl.server.weight_sync.low_memory.plan_buckets",
+        lambda specs, size: [[spec] for spec in specs],
+    )
+    backend, cluster = fake_backend(monkeypatch, tmp_path, weight_sync="low_memory", startup_s=5.0)
+    answers, steps = asyncio.run(run())
+    assert answers == samples(8, 1) and steps >= 2
+
+
+def test_an_engine_that_dies_behind_its_part_of_a_sync_gets_the_weights_too(tmp_path, monkeypatch):
+    """It has said that it holds them, another engine has not: its successor begins with the checkpoint's own."""
+
+    async def end_update(self, keep_cache=False):
+        first = cluster.actors["sampling-0"]
+        if self is first[0]._worker:
+            asyncio.get_running_loop().call_later(0.01, first[0].die)
+        elif len(first) == 1:
+            await asyncio.sleep(0.2)
+        self.version, self.update = self.update, None
+        return self.version
+
+    async def run():
+        await backend.initialize(10)
+        await backend.update_weights()
+        answers = await backend.generate(requests(8))
+        await backend.shutdown()
+        return [answer["token_ids"] for answer in answers]
+
+    monkeypatch.setattr(FakeEngine, "end_update", end_update)
+    backend, cluster = fake_backend(monkeypatch, tmp_path, weight_sync="low_memory", startup_s=5.0)
+    assert asyncio.run(run()) == samples(8, 1)
+
+
+def test_ranks_that_meet_the_engines_do_not_wait_for_a_dead_one(tmp_path, monkeypatch):
+    """Nobody calls them back from a broadcast: the run ends."""
+
+    async def run():
+        await backend.initialize(10)
+        backend._sync = SyncPlan("nccl", one_node=True)
+        cluster.hurt("sampling-0", lambda called, keywords: called == "transfer_weights", "killed")
+        begun = time.monotonic()
+        with pytest.raises(WorkerDiedError, match=r"weight_sync=nccl.*write low_memory"):
+            await backend.update_weights()
+        seconds = time.monotonic() - begun
+        await backend.shutdown()
+        return seconds
+
+    monkeypatch.setattr(builtin, "DEATH_GRACE_S", 0.2)
+    backend, cluster = fake_backend(monkeypatch, tmp_path)
+    assert asyncio.run(asyncio.wait_for(run(), 20)) < LIMIT_S
+    assert cluster.alive() == []
 
 
 def test_a_call_may_take_longer_than_the_time_out(tmp_path, monkeypatch):

@@ -206,6 +206,7 @@ def test_the_backend_reports_the_rate_that_a_step_used():
     trained, _ = worker(spec)
     backend = object.__new__(BuiltinBackend)
     backend._actors, backend._unsynced_step = {"policy-0": None}, False
+    backend._weights_kept = asyncio.Lock()
     backend._turns = Turns(frozenset(), None, None, awake=True)
 
     async def call_all(names, method, *arguments):

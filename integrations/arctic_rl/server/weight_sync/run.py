@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ...errors import ArcticError
+from ...errors import ArcticError, WorkerDiedError
 from ..weights import TensorSpec
 
 
@@ -64,6 +64,9 @@ async def update(run: SyncRun) -> AsyncIterator[tuple[list[TensorSpec], dict[str
         await run.call(run.receivers, "begin_update", run.version)
         yield tensors, copies[0]
         run.check_versions(await run.call(run.receivers, "end_update", run.keep_cache))
+    except WorkerDiedError:
+        # The run ends, and an engine that is being restarted is not waited for.
+        raise
     except BaseException:
         # The first failure is the cause; a receiver that is gone too cannot be told.
         with contextlib.suppress(ArcticError):
