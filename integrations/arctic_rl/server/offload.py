@@ -3,7 +3,8 @@
 A rank holds two parts: ``weights`` (of the model, with its buffers) and ``optimizer`` (float32 weights, moments,
 gradients and DeepSpeed's own buffers). DeepSpeed's ``offload_states`` moves one of them in the stages that have it:
 
-- ZeRO 1 and 2, the optimizer's. ``reload_states`` brings back all that is away, so weights cannot go through it too.
+- ZeRO 1 and 2, the optimizer's, unless they are on the host anyway (``offload_optimizer``): ``reload_states`` brings
+  all to the device that is away, so weights cannot go through it too.
 - ZeRO 3, the weights, unless some are frozen, at which it fails: its optimizer states are moved for DeepSpeed's own
   FusedAdam only, and its gradients are lost.
 - ZeRO 0, and ZeRO 1 where it has DeepSpeed's ``BF16_Optimizer``, have no such function.
@@ -107,8 +108,11 @@ class OffloadedStates:
             return False
         if not hasattr(self._engine.optimizer, "offload_states"):
             return False
+        if part == OPTIMIZER:
+            # reload_states would bring to the device what the recipe keeps on the host.
+            return not _is_on_host(self._engine.zero_offload_optimizer())
         all_trained = all(parameter.requires_grad for parameter in self._engine.module.parameters())
-        return part != WEIGHTS or (all_trained and not _offloads_parameters(self._engine))
+        return all_trained and not _is_on_host(self._engine.zero_offload_param())
 
     def _storages(self, part: str) -> Iterator[torch.UntypedStorage]:
         """What of a part is on the device, each storage once."""
@@ -131,9 +135,8 @@ def _offload(engine: Any, names: Iterable[str], *, pin: bool) -> None:
     engine.offload_states(include=[OffloadStateTypeEnum(name) for name in names], pin_memory=pin)
 
 
-def _offloads_parameters(engine: Any) -> bool:
-    """Whether DeepSpeed keeps the weights on the host anyway, where it refuses to move them."""
-    config = engine.zero_offload_param()
+def _is_on_host(config: Any) -> bool:
+    """Whether DeepSpeed keeps on the host anyway what a config of its offloading is about."""
     return config is not None and config.device != "none"
 
 

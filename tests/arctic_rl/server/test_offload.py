@@ -4,6 +4,7 @@ import gc
 import itertools
 import os
 import socket
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -110,6 +111,35 @@ def _rank_main(rank, port, folder):
     torch.save(outcome, f"{folder}/rank-{rank}.pt")
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize(("stage", "part"), [(1, OPTIMIZER), (2, OPTIMIZER), (3, WEIGHTS)])
+@pytest.mark.parametrize("kept", ["cpu", "none", None])
+def test_what_is_on_the_host_anyway_is_not_brought_to_the_device(stage, part, kept):
+    """DeepSpeed's ``reload_states`` moves all that was given to ``offload_states`` to the device."""
+    from deepspeed.runtime.zero.offload_config import (
+        DeepSpeedZeroOffloadOptimizerConfig,
+        DeepSpeedZeroOffloadParamConfig,
+    )
+
+    class Optimizer:
+        def offload_states(self): ...
+
+    optimizer = None if kept is None else DeepSpeedZeroOffloadOptimizerConfig(device=kept)
+    weights = None if kept is None else DeepSpeedZeroOffloadParamConfig(device=kept)
+    calls = []
+    engine = SimpleNamespace(
+        module=torch.nn.Linear(2, 2),
+        optimizer=Optimizer(),
+        zero_offload_optimizer=lambda: optimizer if part == OPTIMIZER else None,
+        zero_offload_param=lambda: weights if part == WEIGHTS else None,
+        offload_states=lambda **_: calls.append("offload"),
+        reload_states=lambda: calls.append("reload"),
+    )
+    states = OffloadedStates(engine, stage, "cpu")
+    states.release(PARTS)
+    states.restore(PARTS)
+    assert calls == ([] if kept == "cpu" else ["offload", "reload"])
 
 
 @pytest.mark.slow
