@@ -55,6 +55,14 @@ def gpu_needs(
     lines.append(f"the fullest GPU in training ({names}): {_gib(training)}{_of(total)}")
     if total is not None and training > total:
         problems.append(f"training takes about {_gib(training)} of a GPU of {_gib(total)} ({names}): {advice}")
+    loading = {job: GPU_PROCESS + loading_memory(sizes[job]) for job in on_gpu}
+    job = max(loading, key=loading.__getitem__)
+    lines.append(f"the largest rank while it loads ({job}, whole and in float32): {_gib(loading[job])}{_of(total)}")
+    if total is not None and loading[job] > total:
+        problems.append(
+            f"each rank of the {job} loads its model whole and in float32, {_gib(loading[job])} of a GPU of "
+            f"{_gib(total)}, before anything is sharded or offloaded: write a smaller model"
+        )
     engine_lines, engine_problems = _engine(config, plan, sizes["policy"], total)
     lines, problems = lines + engine_lines, problems + engine_problems
     host = max(_host(plan, node, specs, sizes, parts, config) for node in {worker.node_id for worker in plan.workers})

@@ -101,12 +101,22 @@ def test_what_is_offloaded_leaves_the_gpu_for_the_host():
 def test_what_does_not_fit_is_told_with_what_to_write():
     small = dataclasses.replace(MACHINE, gpus=(("small", 17 * GIB),) * 8, memory=64 * GIB)
     _, _, problems = told(config_of(utilization=0.97), small)
-    training, utilization, cache, host = problems
+    training, _, utilization, cache, host = problems
     assert training.startswith("training takes about ") and training.endswith("(policy-0, sampling-0): write less")
     assert utilization.startswith("generator.inference_engine.gpu_memory_utilization=0.97: ")
     assert utilization.endswith("write at most 0.94")
     assert cache.endswith("max_model_len") and "one sequence may have 16384" in cache
     assert host.startswith("ranks of one node take about ") and "64.00 GiB are free" in host
+
+
+def test_a_rank_must_hold_the_whole_model_in_float32_while_it_loads():
+    """``engine.load_model`` brings it to the device before DeepSpeed casts and shards it."""
+    loading = f"{(GPU_PROCESS + 4 * COUNT) / GIB:.2f} GiB of"
+    for gib, fits in ((32, True), (31, False)):
+        machine = dataclasses.replace(MACHINE, gpus=(("G", gib * GIB),) * 8)
+        _, lines, problems = told(config_of(), machine)
+        assert f"the largest rank while it loads (policy, whole and in float32): {loading} {gib}.00 GiB" in lines
+        assert any("rank of the policy loads its model whole" in line and loading in line for line in problems) != fits
 
 
 def test_without_gpus_here_nothing_is_compared():
