@@ -12,6 +12,7 @@ import os
 import shutil
 import tempfile
 import uuid
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,7 @@ class BuiltinBackend(RemoteBackend):
         self._supervisor: EngineSupervisor | None = None
         self._suspects: list[str] = []
         self._asleep_at: int | None = None
+        self._starts: Counter[str] = Counter()
 
     @classmethod
     def from_config(cls, config: ServerConfig, handle: BackendHandle | None = None) -> BuiltinBackend:
@@ -607,8 +609,12 @@ class BuiltinBackend(RemoteBackend):
             devices = self._reservation.visible_devices(worker)
         name = f"{worker.job}-{worker.rank}"
         if worker.job == "sampling":
+            # Engines of one seed, and a successor, would draw the same noise for rollouts without a seed.
+            seed = self._config.sampling.seed + worker.rank + world_size * self._starts[name]
+            self._starts[name] += 1
             spec = dataclasses.replace(
                 self._config.sampling,
+                seed=seed % 2**32,
                 log_file=self._log_file(name),
                 scratch_directory=os.path.join(self._run_dir, SCRATCH_FOLDER),
                 visible_devices=devices,

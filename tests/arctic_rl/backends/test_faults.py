@@ -3,12 +3,15 @@ ends the run with its name. On the actors of ``fake_cluster``; ``benchmarks.faul
 
 import asyncio
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from benchmarks.faults import PHASES, ends_the_run
 from integrations.arctic_rl.backends import builtin
+from integrations.arctic_rl.backends.builtin import BuiltinBackend
 from integrations.arctic_rl.errors import ArcticError, WorkerDiedError
+from integrations.arctic_rl.placement import WorkerPlacement
 from integrations.arctic_rl.server.weight_sync import SyncPlan
 from tests.arctic_rl.backends.fake_cluster import FakeEngine, expected_sample, fake_backend
 from tests.arctic_rl.processors.helpers import ragged_batch
@@ -267,6 +270,24 @@ def test_ranks_that_meet_the_engines_do_not_wait_for_a_dead_one(tmp_path, monkey
     backend, cluster = fake_backend(monkeypatch, tmp_path)
     assert asyncio.run(asyncio.wait_for(run(), 20)) < LIMIT_S
     assert cluster.alive() == []
+
+
+def test_no_two_engines_draw_the_same_noise(tmp_path, monkeypatch):
+    """Not even one and its successor; two runs of one seed do."""
+    import ray
+
+    start = BuiltinBackend._start_actor
+    told = []
+    actor = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda spec: told.append(spec.seed)))
+    monkeypatch.setattr(ray, "remote", lambda cls: actor)
+    for _ in range(2):
+        backend, _ = fake_backend(monkeypatch, tmp_path, engines=3)
+        backend._run_dir, backend._sync = str(tmp_path), SyncPlan("shared_memory", one_node=True)
+        for _ in range(3):
+            for rank in range(3):
+                start(backend, WorkerPlacement("sampling", rank, "here", "cpu"), 3)
+        monkeypatch.setattr(BuiltinBackend, "_start_actor", start)
+    assert told[:9] == told[9:] and len(set(told)) == 9
 
 
 def test_a_call_may_take_longer_than_the_time_out(tmp_path, monkeypatch):
