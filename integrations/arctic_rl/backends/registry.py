@@ -107,7 +107,7 @@ class RemoteBackendRegistry:
         """The class that forwards calls to a backend from a framework's worker group, loaded once.
 
         Raises:
-            ConfigError: the backend is unknown.
+            ConfigError: the backend is unknown, the loader fails, or what it returns is no class.
         """
         if name not in cls._workers:
             cls.check_name(name)
@@ -126,9 +126,11 @@ class RemoteBackendRegistry:
     def _once(cls, kind: str, name: str, loader: Loader) -> type:
         key = (kind, name)
         if key not in cls._loaded:
-            loaded = loader()
+            loaded = _run(loader, f"the loader of the {kind} {name!r}")
             if not isinstance(loaded, type):
                 raise ConfigError(f"the loader of the {kind} {name!r} returned {loaded!r}, which is not a class")
+            if kind == "backend" and not _is_backend(loaded):
+                raise ConfigError(f"the loader of the backend {name!r} returned {loaded!r}, not a RemoteBackend class")
             cls._loaded[key] = loaded
         return cls._loaded[key]
 
@@ -182,10 +184,29 @@ def _from_path(path: str) -> type:
         raise ConfigError(f"{setting}: {module_name!r} has no {attribute!r}: {nearest(attribute, vars(module))}")
     entry = vars(module)[attribute]
     if inspect.isfunction(entry):
-        entry = entry()
-    if not isinstance(entry, type) or "from_config" not in dir(entry):
+        entry = _run(entry, f"{setting}: the loader")
+    if not _is_backend(entry):
         raise ConfigError(f"{setting} is {entry!r}: write the path of a RemoteBackend class, or of its loader")
     return entry
+
+
+def _run(loader: Callable[[], Any], what: str) -> Any:
+    """What a loader returns.
+
+    Raises:
+        ConfigError: it fails, with the reason.
+    """
+    try:
+        return loader()
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{what} failed: {type(error).__name__}: {error}") from error
+
+
+def _is_backend(entry: Any) -> bool:
+    """Whether it is a ``RemoteBackend``; a base class of the alias package counts, which is another object."""
+    return isinstance(entry, type) and "from_config" in dir(entry)
 
 
 def _forwarder() -> type:

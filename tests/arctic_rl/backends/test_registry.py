@@ -90,6 +90,30 @@ def test_what_a_loader_returns_must_be_a_class(registry):
         registry.register("worse")(InProcessBackend())
 
 
+def test_a_loader_that_fails_says_why_and_is_asked_again(registry, monkeypatch):
+    def broken():
+        raise ImportError("libfoo.so is not there")
+
+    module = sys.modules[InProcessBackend.__module__]
+    monkeypatch.setattr(module, "broken", broken, raising=False)
+    monkeypatch.setattr(module, "with_argument", lambda argument: InProcessBackend, raising=False)
+    registry.register("broken")(broken)
+    registry.register_worker("broken", broken)
+    for load, kind in ((registry.get, "backend"), (registry.get_worker, "worker")) * 2:
+        with pytest.raises(ConfigError, match=f"loader of the {kind} 'broken' failed: ImportError: libfoo.so"):
+            load("broken")
+    for name, reason in (("broken", "ImportError: libfoo.so"), ("with_argument", "TypeError: .*argument")):
+        path = f"{InProcessBackend.__module__}.{name}"
+        with pytest.raises(ConfigError, match=f"^trainer.arctic_rl.backend='{path}': the loader failed: {reason}"):
+            registry.check_name(path)
+
+
+def test_a_class_that_is_no_backend_is_refused_under_a_name_too(registry):
+    registry.register("number")(lambda: int)
+    with pytest.raises(ConfigError, match="'number' returned <class 'int'>, not a RemoteBackend class"):
+        registry.get("number")
+
+
 def test_a_handle_attaches_another_backend_by_name(registry):
     built = []
 
