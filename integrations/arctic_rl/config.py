@@ -61,8 +61,8 @@ class ArcticRLConfig:
     env_modules: list[str] = field(default_factory=list)
     """Modules that register gym environments; imported in every process that makes or runs environments."""
     processor_modules: list[str] = field(default_factory=list)
-    """Modules that register post-processors or losses here, or policy losses or advantage estimators with SkyRL;
-    imported before the recipe is checked, and in every training worker."""
+    """Modules that register post-processors, losses or a backend here, or policy losses or advantage estimators with
+    SkyRL; imported before the recipe is checked, and in every training worker."""
     loss_fn: str | None = None
     """Name or dotted path of a loss of your own, run in place of trainer.algorithm.policy_loss_type; the KL and
     entropy terms stay those of trainer.algorithm. None = the recipe's policy loss."""

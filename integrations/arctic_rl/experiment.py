@@ -9,7 +9,7 @@ from loguru import logger
 
 from .backend_client import SamplingClient
 from .backends.loop_thread import LoopThread
-from .backends.registry import RemoteBackendRegistry, backend_name
+from .backends.registry import backend_class, backend_name
 from .callback_uses import refused_callbacks
 from .compose import apply_mixin
 from .devices import device_of_cluster
@@ -36,9 +36,9 @@ class ArcticExpMixin:
         end_with_parent()
         register_environments(cfg.trainer.arctic_rl.env_modules)
         self._arctic_loop = LoopThread("arctic-backend")
-        backend_class = RemoteBackendRegistry.get(backend_name(cfg))
+        remote_backend = backend_class(cfg)
         config = server_config(cfg, run_id=run_id, env_vars=env_vars, device=device_of_cluster(cfg))
-        self._arctic_backend = backend_class.from_config(config)
+        self._arctic_backend = remote_backend.from_config(config)
         self._arctic_generator: Any = None
         super().__init__(cfg, *args, **kwargs)
 

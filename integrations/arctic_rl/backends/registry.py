@@ -141,6 +141,20 @@ def backend_name(cfg: Any) -> str:
     return over_http(arctic.backend) if arctic.comm_protocol == "http" else arctic.backend
 
 
+def backend_class(cfg: Any) -> type[RemoteBackend]:
+    """The class of that backend; where its name is not known in this process yet, as in the recipe's Ray task, the
+    modules of ``trainer.arctic_rl.processor_modules`` are imported first.
+
+    Raises:
+        ConfigError: see ``RemoteBackendRegistry.get``.
+    """
+    name = backend_name(cfg)
+    if name not in RemoteBackendRegistry.names() and "." not in name:
+        for module in cfg.trainer.arctic_rl.processor_modules:
+            importlib.import_module(module)
+    return RemoteBackendRegistry.get(name)
+
+
 def over_http(name: str) -> str:
     """The backend that reaches, over HTTP, the server on which ``name`` runs: itself, where it has a server of its
     own, else ``http``, whose server chooses the backend."""

@@ -1,3 +1,4 @@
+import os
 import pickle
 import subprocess
 import sys
@@ -128,6 +129,29 @@ def test_a_handle_attaches_another_backend_by_name(registry):
     assert handle == BackendHandle(backend="in_process")
     assert isinstance(registry.attach(handle, "the config"), Attaching)
     assert built == [("the config", handle)]
+
+
+def test_a_name_that_a_module_of_the_recipe_registers_is_known_in_its_ray_task(tmp_path):
+    """The task is a process of its own, which has not checked the recipe."""
+    (tmp_path / "names_of_mine.py").write_text(
+        "from integrations.arctic_rl.backends import RemoteBackendRegistry\n"
+        "@RemoteBackendRegistry.register('mine')\n"
+        "def load():\n    from tests.arctic_rl.in_process_backend import InProcessBackend\n\n"
+        "    return InProcessBackend\n"
+    )
+    code = (
+        "import sys\nfrom types import SimpleNamespace as Namespace\n"
+        "from integrations.arctic_rl.backends.registry import backend_class\n"
+        "from integrations.arctic_rl.config import ArcticRLConfig\n"
+        "def chosen(**settings):\n"
+        "    return backend_class(Namespace(trainer=Namespace(arctic_rl=ArcticRLConfig(**settings)))).__name__\n"
+        "print(chosen(processor_modules=['names_of_mine']), 'names_of_mine' in sys.modules)\n"
+        "print(chosen(backend='mine', processor_modules=['names_of_mine']))"
+    )
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    environment = {**os.environ, "PYTHONPATH": path}
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert output.stdout.split("\n")[:2] == ["BuiltinBackend False", "InProcessBackend"]
 
 
 def test_a_forwarder_makes_the_calls_of_the_contract_and_no_other(registry):
