@@ -10,7 +10,14 @@ from typing import Any
 
 from .adapter_checks import adapter_problems
 from .checks import setting_problems
-from .preflight import checkpoint_problems, data_problems, model_kind_problems, model_problems, tracker_problems
+from .preflight import (
+    checkpoint_problems,
+    data_problems,
+    model_kind_problems,
+    model_problems,
+    package_problems,
+    tracker_problems,
+)
 from .recipe_checks import gpu_placement_problems, import_recipe_modules, recipe_problems, worker_count_problems
 from .skyrl_checks import skyrl_problems
 from .support import refusals, without_effect
@@ -51,7 +58,8 @@ def inspect_config(cfg: Any, unknown: Sequence[str] = ()) -> Findings:
     refused = [*(line for line in unknown if setting_of(line) not in named), *refused]
     ignored = without_effect(cfg, refused=_settings_of(refused))
     files = [*data_problems(cfg), *model_problems(cfg), *checkpoint_problems(cfg)]
-    missing = [*files, *_key_problems(cfg), *tracker_problems(cfg), *worker_count_problems(cfg)]
+    packages = [*tracker_problems(cfg), *package_problems(cfg)]
+    missing = [*files, *_key_problems(cfg), *packages, *worker_count_problems(cfg)]
     return Findings(_distinct([*refused, *skyrl_problems(cfg)]), missing, ignored)
 
 

@@ -39,6 +39,18 @@ def tracker_problems(cfg: Any) -> Iterator[str]:
         yield f"trainer.logger={name}: its package is not installed; install it, or write trainer.logger=console"
 
 
+def package_problems(cfg: Any) -> Iterator[str]:
+    """The package of ``arctic-platform`` where that backend is asked for and it is another release, or not here."""
+    if cfg.trainer.arctic_rl.backend != "arctic-platform":
+        return
+    from .backends.arctic_platform.jobs import check_package
+
+    try:
+        check_package()
+    except ConfigError as error:
+        yield str(error)
+
+
 def model_problems(cfg: Any) -> Iterator[str]:
     """Model folders that are not there or not whole, a line each; names on the Hugging Face hub are not looked up."""
     for setting, path in _models(cfg):

@@ -6,10 +6,12 @@ What it needs a GPU for, DeepSpeed and Ray, is left out: an engine of a few line
 import copy
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError
 
 import pytest
 import torch
 
+from integrations.arctic_rl.backends.arctic_platform import jobs
 from integrations.arctic_rl.backends.arctic_platform.payload import (
     forward_payload,
     forward_result,
@@ -19,6 +21,7 @@ from integrations.arctic_rl.backends.arctic_platform.payload import (
 )
 from integrations.arctic_rl.checks import setting_problems
 from integrations.arctic_rl.errors import RequestError, UnsupportedError
+from integrations.arctic_rl.inspection import inspect_config
 from integrations.arctic_rl.processors.pipeline import run_pipeline
 from integrations.arctic_rl.skyrl_config import parse_config
 from tests.arctic_rl.processors.helpers import FakeEngine, ragged_batch, tiny_model
@@ -333,6 +336,22 @@ RECIPE += " trainer.algorithm.use_kl_loss=false"
 def refused(overrides):
     base = ["trainer.logger=console", "trainer.policy.model.path=Qwen/Qwen2.5-0.5B-Instruct"]
     return setting_problems(parse_config([*base, *RECIPE.split(), *overrides.split()]))
+
+
+@pytest.mark.parametrize("found", [None, "0.1.3", jobs.RELEASE])
+def test_a_recipe_is_told_before_it_starts_that_the_package_is_not_here(monkeypatch, found):
+    def version(name):
+        if found is None:
+            raise PackageNotFoundError(name)
+        return found
+
+    monkeypatch.setattr(jobs, "version", version)
+    base = ["trainer.logger=console", "trainer.policy.model.path=Qwen/Qwen2.5-0.5B-Instruct"]
+    lines = inspect_config(parse_config([*base, *RECIPE.split()])).missing
+    named = [line for line in lines if line.startswith("trainer.arctic_rl.backend='arctic-platform': the package")]
+    assert len(named) == (found != jobs.RELEASE)
+    assert all("uv sync --extra arctic-platform" in line for line in named)
+    assert not any("arctic-platform" in line for line in inspect_config(parse_config(base)).missing)
 
 
 def test_a_recipe_that_is_served():

@@ -29,7 +29,7 @@ from .settings import HttpSettings
 
 logger = logging.getLogger(__name__)
 
-NDJSON = "application/x-ndjson"
+JSON, NDJSON = "application/json", "application/x-ndjson"
 _BATCH_BODY = {"requestBody": {"content": {CONTENT_TYPE: {"schema": {"type": "string", "format": "binary"}}}}}
 
 
@@ -106,8 +106,12 @@ def _add_error_handlers(app: FastAPI) -> None:
                 cause = HttpError(f"{request.url.path}: {error.detail}{because}", error.status_code)
             error, status = cause, cause.status
         elif isinstance(error, RequestValidationError):
-            problems = "; ".join(f"{_place(item['loc'])}: {item['msg']}" for item in error.errors()[:10])
-            error, status = HttpError(problems, 422), 422
+            kind = request.headers.get("content-type", "none")
+            if kind.partition(";")[0].strip().lower() == JSON:
+                problems = "; ".join(f"{_place(item['loc'])}: {item['msg']}" for item in error.errors()[:10])
+                error, status = HttpError(problems, 422), 422
+            else:
+                error, status = HttpError(f"the content-type is {kind}: send {JSON}", 415), 415
         elif status >= 500:
             logger.exception("request %s failed", request.state.request_id, exc_info=error)
         return JSONResponse(to_answer(error, request.state.request_id), status, headers)

@@ -30,7 +30,7 @@ _KINDS: dict[str, type[ArcticError]] = {
 }
 
 
-_REFUSED = (400, 408, 413, 422, 429)
+_REFUSED = (400, 408, 413, 415, 422, 429)
 """Statuses of requests that are refused for what they are."""
 
 

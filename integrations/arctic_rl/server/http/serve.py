@@ -9,7 +9,8 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ...errors import ArcticError
+from ...backends.registry import RemoteBackendRegistry
+from ...errors import ArcticError, ConfigError
 from .settings import HttpSettings, read_settings
 
 if TYPE_CHECKING:
@@ -66,20 +67,42 @@ def uvicorn_config(settings: HttpSettings) -> uvicorn.Config:
     return config
 
 
+def check_backend(settings: HttpSettings) -> None:
+    """Refuse a backend that no job could run on.
+
+    Raises:
+        ConfigError: it is not registered, its dotted path leads nowhere, or it is itself a client of such a server.
+    """
+    if settings.backend == "http":
+        raise ConfigError("backend='http' is the client of this server: write one that trains, such as builtin")
+    try:
+        RemoteBackendRegistry.check_name(settings.backend)
+    except ConfigError as error:
+        raise ConfigError(str(error).removeprefix("trainer.arctic_rl.")) from error
+
+
+def address(settings: HttpSettings, port: int) -> str:
+    """The URL that a client on this host, or one that knows it by that name, is told."""
+    scheme = "http" if settings.tls_certificate is None else "https"
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    return f"{scheme}://{host}:{port}"
+
+
 def serve(settings: HttpSettings) -> None:
     """Run the server in this process.
 
     Raises:
+        ConfigError: the backend is unknown.
         ArcticError: the port is taken, or the TLS files cannot be used.
     """
+    check_backend(settings)
     import ray
     import uvicorn
 
     class Server(uvicorn.Server):
         async def startup(self, sockets: list | None = None) -> None:
             await super().startup(sockets)
-            scheme = "http" if settings.tls_certificate is None else "https"
-            print(f"serving on {scheme}://{settings.host}:{socket.getsockname()[1]}", flush=True)
+            print(f"serving on {address(settings, socket.getsockname()[1])}", flush=True)
 
     config = uvicorn_config(settings)
     try:

@@ -14,9 +14,11 @@ from integrations.arctic_rl.server.http import settings as http_settings
 from integrations.arctic_rl.server.http.checks import check_config
 from integrations.arctic_rl.server.http.errors import HttpError
 from integrations.arctic_rl.server.http.replay import Replays
+from integrations.arctic_rl.server.http.serve import address, serve
 from integrations.arctic_rl.server.http.settings import HttpSettings, read_settings
 from integrations.arctic_rl.server.plain import from_plain, to_plain
 from integrations.arctic_rl.server.specs import ServerConfig
+from integrations.arctic_rl.server_url import url_problem
 from tests.arctic_rl.backends import model_backend
 from tests.arctic_rl.server.http.serving import serving
 
@@ -333,6 +335,38 @@ def test_settings_of_the_server(tmp_path, monkeypatch):
     settings = read_settings(None, host="0.0.0.0")
     assert settings.token == TOKEN
     assert TOKEN not in repr(settings)
+
+
+@pytest.mark.parametrize(
+    ("backend", "reason"),
+    [
+        ("bultin", "^backend='bultin' is not registered: did you mean 'builtin'"),
+        (f"{model_backend.__name__}.NoSuchBackend", "^backend='.*has no 'NoSuchBackend'"),
+        ("http", "the client of this server"),
+    ],
+)
+def test_a_server_whose_backend_is_none_does_not_start(backend, reason):
+    with pytest.raises(ConfigError, match=reason):
+        serve(HttpSettings(port=0, backend=backend))
+
+
+def test_the_address_that_is_printed_is_one_that_a_client_takes():
+    for host in ("127.0.0.1", "localhost", "::1"):
+        url = address(HttpSettings(host=host), 8642)
+        assert url_problem(url) is None
+        assert (httpx.URL(url).host, httpx.URL(url).port) == (host, 8642)
+
+
+def test_a_call_without_its_content_type_says_which_it_needs(connect, tmp_path):
+    with serving(storage_root=str(tmp_path)) as url:
+        headers = {"x-arctic-rl-version": "1", "x-request-id": "typed"}
+        for kind, shown in ((None, "none"), ("application/x-www-form-urlencoded",) * 2):
+            sent = headers | ({} if kind is None else {"content-type": kind})
+            answer = httpx.post(f"{url}/v1/jobs", content=b"{}", headers=sent)
+            assert answer.status_code == 415
+            assert answer.json()["error"]["message"] == f"the content-type is {shown}: send application/json"
+        sent = headers | {"content-type": "application/json; charset=utf-8"}
+        assert httpx.post(f"{url}/v1/jobs", content=b"{}", headers=sent).status_code == 422
 
 
 def test_outcomes_are_remembered_failures_too():
