@@ -97,7 +97,8 @@ class OwnBackend(RemoteBackend):
     @torch.no_grad()
     def _sample(self, request: dict) -> dict:
         params, tokens, logprobs = request["params"], [], []
-        generator = torch.Generator().manual_seed(params["seed"] or 0)
+        generator = torch.Generator()
+        generator.seed() if params["seed"] is None else generator.manual_seed(params["seed"])
         while len(tokens) < params["max_tokens"] and not set(tokens[-1:]) & set(params["stop_token_ids"]):
             logits = self.sampler(torch.tensor([[*request["prompt_token_ids"], *tokens]])).logits[0, -1]
             scores = (logits / (params["temperature"] or 1.0)).log_softmax(-1)

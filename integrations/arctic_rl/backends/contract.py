@@ -213,6 +213,8 @@ class BackendContract:
             assert 1 <= len(result["token_ids"]) == len(result["logprobs"]) <= 6
         sampled = served.generate(PROMPTS, temperature=0.8, seed=11)
         assert served.generate(PROMPTS, temperature=0.8, seed=11) == sampled
+        unseeded = served.generate(PROMPTS[:1] * 8, temperature=1.0)
+        assert len({tuple(result["token_ids"]) for result in unseeded}) > 1, "a group without seeds is no group"
         rows = make_batch(PROMPTS, [result["token_ids"] for result in sampled], pad_token_id=PAD)
         scalars = make_meta(rows, dp_size=served.backend.dp_size("policy"), temperature=0.8)
         found = served.run("log_probs", "policy", rows, scalars)

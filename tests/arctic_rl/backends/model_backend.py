@@ -68,7 +68,8 @@ class ModelBackend(InProcessBackend):
     @torch.no_grad()
     def _sample(self, request: dict) -> dict:
         params, ids = request["params"], list(request["prompt_token_ids"])
-        generator = torch.Generator().manual_seed(params["seed"] or 0)
+        generator = torch.Generator()
+        generator.seed() if params["seed"] is None else generator.manual_seed(params["seed"])
         tokens, logprobs, reason = [], [], "length"
         for _ in range(params["max_tokens"]):
             logits = self._sampler(torch.tensor([ids + tokens])).logits[0, -1]

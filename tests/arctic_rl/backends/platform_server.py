@@ -116,7 +116,8 @@ class Sampler:
     @torch.no_grad()
     def sample(self, prompt: str, params: dict) -> dict:
         ids = self.tokenizer(prompt).input_ids
-        generator = torch.Generator().manual_seed(params["seed"] or 0)
+        generator = torch.Generator()
+        generator.seed() if params["seed"] is None else generator.manual_seed(params["seed"])
         tokens, logprobs, reason = [], [], "length"
         for _ in range(params["max_tokens"]):
             logits = self.model(torch.tensor([ids + tokens])).logits[0, -1]
