@@ -51,10 +51,10 @@ class Gate:
         headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
         request_id = headers.get(REQUEST_ID) or uuid.uuid4().hex
         scope.setdefault("state", {})["request_id"] = request_id
-        start, status = time.perf_counter(), 500
+        start, status, whole = time.perf_counter(), 500, False
 
         async def answer(message: dict[str, Any]) -> None:
-            nonlocal status
+            nonlocal status, whole
             if message["type"] == "http.response.start":
                 status = message["status"]
                 message = {
@@ -62,6 +62,7 @@ class Gate:
                     "headers": [*message["headers"], (b"x-request-id", request_id.encode("latin-1"))],
                 }
             await send(message)
+            whole = message["type"] == "http.response.body" and not message.get("more_body", False)
 
         try:
             self._check(scope["path"], headers)
@@ -69,6 +70,10 @@ class Gate:
         except HttpError as error:
             request_id = request_id if _is_plain(request_id) else uuid.uuid4().hex
             await _refuse(answer, error, request_id)
+        except Exception:
+            # Starlette raises again what it has answered with status 500, and uvicorn would cut the connection.
+            if not whole:
+                raise
         finally:
             self._count(scope["path"], status, time.perf_counter() - start)
 

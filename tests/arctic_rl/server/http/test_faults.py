@@ -1,6 +1,8 @@
 """What goes wrong between a client and a server, and what each then does."""
 
 import asyncio
+import contextlib
+import http.client
 import json
 import math
 import socket
@@ -263,6 +265,27 @@ def test_a_body_that_stops_or_is_too_long_is_refused_with_the_reason(client, tmp
             assert "the body stopped after 1 bytes" in text
             assert time.monotonic() - start < 5
         assert served.run("weight_norm", "policy") > 0
+
+
+def test_a_connection_outlives_a_failed_call(client, tmp_path, monkeypatch):
+    async def failing(self, job="policy"):
+        raise OSError("the disk is gone")
+
+    with serving(storage_root=str(tmp_path)) as url:
+        served = client(url)
+        served.run("initialize", STEPS)
+        monkeypatch.setattr(model_backend.ModelBackend, "step", failing)
+        address = urlsplit(url)
+        with contextlib.closing(http.client.HTTPConnection(address.hostname, address.port, timeout=10)) as connection:
+            connection.connect()
+            held = connection.sock
+            for number in range(3):
+                headers = {**VERSION, "x-request-id": f"step-{number}", "content-type": "application/json"}
+                connection.request("POST", f"{urlsplit(job_url(url, served)).path}/step", b"{}", headers)
+                answer = connection.getresponse()
+                assert answer.status == 500
+                assert json.loads(answer.read())["error"]["message"] == "the disk is gone"
+                assert connection.sock is held
 
 
 def test_errors_carry_their_kind_and_the_request(client, tmp_path):
