@@ -74,6 +74,8 @@ def check_config(config: ServerConfig, settings: HttpSettings) -> None:
             raise HttpError(
                 f"the model {model!r} is not among the server's allowed_models={settings.allowed_models}", 403
             )
+        if os.path.isabs(model) and not os.path.exists(model):
+            raise HttpError(f"the model {model!r} is no folder of the server's: both sides read it under one path")
         if not settings.allowed_models and _brings_code(model):
             raise HttpError(
                 f"the model {model!r} brings code of its own, which is run only where the server's allowed_models "

@@ -273,6 +273,14 @@ def test_a_model_that_brings_code_is_loaded_where_it_is_allowed_by_name(tmp_path
         check_config(config, HttpSettings(allowed_models=[str(tmp_path)]))
 
 
+def test_a_model_that_the_server_does_not_have_is_refused_by_name(tmp_path):
+    missing = str(tmp_path / "elsewhere")
+    for allowed in ([], [str(tmp_path)]):
+        with pytest.raises(HttpError, match=f"the model '{missing}' is no folder of the server's") as caught:
+            check_config(ClientConfig(model_path=missing).server_config(), HttpSettings(allowed_models=allowed))
+        assert caught.value.status == 400
+
+
 def test_a_job_has_no_more_workers_than_the_server_allows(model_path):
     config = ClientConfig(model_path=str(model_path), policy_ranks=3, engines=2).server_config()
     check_config(config, HttpSettings(max_workers=5))
