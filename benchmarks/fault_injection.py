@@ -69,13 +69,16 @@ def install(plan: dict[str, str]) -> None:
 
     name = METHODS[plan["phase"]]
     begin = getattr(BuiltinBackend, name)
+    under_way = False  # many requests may begin before the first of them has hurt anybody
 
     @functools.wraps(begin)
     async def hurting(self: Any, *args: Any, **keywords: Any) -> Any:
+        nonlocal under_way
         early = (
             plan["phase"] != "initialize" and not (Path(plan["checkpoints"]) / "latest_ckpt_global_step.txt").exists()
         )
-        if not early and not (FOLDER / "hurt.json").exists():
+        if not early and not under_way and not (FOLDER / "hurt.json").exists():
+            under_way = True
             work = asyncio.ensure_future(hurt(self, plan["victim"], plan["how"]))
             await work
         return await begin(self, *args, **keywords)
