@@ -9,7 +9,7 @@ open files, processes, objects, object store, shared memory: what is always ther
 last third of the steps is no more than the least over the first third (for bytes: within 1 MiB).
 
 A run with less warm-up (``--steps`` below 60) only reports: the engine still touches its cache for the first time.
-About ten minutes on 2 idle cores.
+About five minutes on 2 idle cores.
 """
 
 from __future__ import annotations
