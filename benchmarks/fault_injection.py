@@ -50,7 +50,7 @@ async def _process_id(backend: Any, victim: str) -> int:
     import psutil
 
     if victim in WORKERS:
-        own, *children = await backend._actors[WORKERS[victim]].process_ids.remote()
+        own, *children = await backend._workers.actors[WORKERS[victim]].process_ids.remote()
         if victim != "core":
             return own
         return next(child for child in children if "EngineCore" in " ".join(psutil.Process(child).cmdline()))

@@ -143,15 +143,13 @@ class OnOneGpu(BuiltinBackend):
         self._jobs, self.gpu = jobs, gpu
 
     async def initialize(self, num_training_steps, *, critic_training_steps=0):
-        self._reservation = object()
-        self._actors = {f"{job}-0": Actor(Worker(job, self.gpu)) for job in (*self._jobs, "sampling")}
+        self._workers.reservation = object()
+        self._workers.actors = {f"{job}-0": Actor(Worker(job, self.gpu)) for job in (*self._jobs, "sampling")}
+        self._workers.watch = lambda name: asyncio.get_running_loop().create_future()
         await self._setups(dict.fromkeys(self._jobs, num_training_steps))
 
-    def _watch(self, name):
-        return asyncio.get_running_loop().create_future()
-
     async def stop(self):
-        self._stop_watching()
+        self._calls.stop_watching()
 
     async def sync_weights(self, *, keep_cache=False):
         self.gpu.work("weights are sent", {"policy": {WEIGHTS}, "sampling": {WEIGHTS}})
@@ -300,8 +298,8 @@ def test_a_policy_and_its_reference_model_take_turns_beside_engines(tmp_path, lo
         moves.append((names[0], method, *arguments))
         return [1.0] * len(names)
 
-    backend._call_all = call_all
-    backend._actors = dict.fromkeys(("policy-0", "ref-0", "sampling-0"))
+    backend._calls.call_all = call_all
+    backend._workers.actors = dict.fromkeys(("policy-0", "ref-0", "sampling-0"))
     for job in ("ref", "policy"):
         loop.run(backend.weight_norm(job))
     assert moves == [

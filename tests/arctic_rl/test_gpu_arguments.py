@@ -91,11 +91,11 @@ def test_actors_get_their_share_of_their_gpu_and_engines_all_their_devices(tmp_p
     assert gpu_share(plan, ("n0", 0)) == 0.3333
     places = bundle_places(plan)
     devices = dict(zip(places, ("3", "5", "6", "7"), strict=True))
-    backend = BuiltinBackend.from_config(config)
+    workers = BuiltinBackend.from_config(config)._workers
     bundles = {place: number for number, place in enumerate(places)}
-    backend._reservation = Reservation(plan, SimpleNamespace(id="the group"), bundles, devices)
-    backend._sync = plan_sync(plan, None, here="n0")
-    backend._run_dir = str(tmp_path)
+    workers.reservation = Reservation(plan, SimpleNamespace(id="the group"), bundles, devices)
+    workers.sync_plan = plan_sync(plan, None, here="n0")
+    workers.run_dir = str(tmp_path)
     given = []
 
     class Actor:
@@ -113,7 +113,7 @@ def test_actors_get_their_share_of_their_gpu_and_engines_all_their_devices(tmp_p
     monkeypatch.setattr(ray, "remote", remote)
     for worker in (plan.of("policy")[2], plan.of("sampling")[1]):
         given.clear()
-        (spec, *_) = backend._start_actor(worker, 4)
+        (spec, *_) = workers.start_actor(worker, 4)
         options = {name: value for of_call in given for name, value in of_call.items()}
         assert options["num_gpus"] == 0.3333
         assert options["scheduling_strategy"].placement_group_bundle_index == 2

@@ -12,6 +12,7 @@ from typing import Any
 
 from ..errors import ArcticError, WorkerDiedError
 from .alarm import Alarm
+from .futures import awaited
 
 logger = logging.getLogger(__name__)
 
@@ -192,7 +193,7 @@ async def _answer(ref: Any, death: Alarm) -> Any:
     Raises:
         _GoneError: the engine died first, or soon after the call had failed.
     """
-    answer, gone = asyncio.ensure_future(_awaited(ref)), death.waiter()
+    answer, gone = asyncio.ensure_future(awaited(ref)), death.waiter()
     try:
         await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not answer.done():
@@ -217,10 +218,6 @@ async def _answer(ref: Any, death: Alarm) -> Any:
 def _may_be_a_death(error: BaseException) -> bool:
     cause = getattr(error, "cause", None) or error
     return isinstance(cause, WorkerDiedError) or not isinstance(cause, ValueError | ArcticError)
-
-
-async def _awaited(ref: Any) -> Any:
-    return await ref
 
 
 def first_line(error: BaseException | None) -> str:

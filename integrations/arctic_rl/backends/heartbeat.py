@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from ..errors import WorkerDiedError
+from .futures import awaited
 
 SETTING = "trainer.arctic_rl.worker_timeout_s"
 MOST_PAUSE_S = 5.0
@@ -24,11 +25,11 @@ async def watched(death: Awaitable[Any], ping: Callable[[], Awaitable[Any]], tim
         WorkerDiedError: no answer came.
         Exception: of ``death``, or of an answer that says that the worker is dead.
     """
-    gone = asyncio.ensure_future(_awaited(death))
+    gone = asyncio.ensure_future(awaited(death))
     answer: asyncio.Future | None = None
     try:
         while True:
-            answer = asyncio.ensure_future(_awaited(ping()))
+            answer = asyncio.ensure_future(awaited(ping()))
             # In two halves: where this loop itself stood still, what came meanwhile is seen in the second one.
             for _ in range(2):
                 if not gone.done() and not answer.done():
@@ -51,7 +52,3 @@ async def watched(death: Awaitable[Any], ping: Callable[[], Awaitable[Any]], tim
                 future.cancel()
             elif future is not None and not future.cancelled():
                 future.exception()
-
-
-async def _awaited(answer: Any) -> Any:
-    return await answer

@@ -8,8 +8,7 @@ from types import SimpleNamespace
 
 import torch
 
-from integrations.arctic_rl.backends import builtin
-from integrations.arctic_rl.backends.builtin import BuiltinBackend
+from integrations.arctic_rl.backends.builtin import BuiltinBackend, workers
 from integrations.arctic_rl.errors import ArcticError
 from integrations.arctic_rl.placement import ClusterDescription, Node
 from integrations.arctic_rl.server.sampling_spec import SamplingSpec
@@ -245,7 +244,7 @@ class FakeCluster:
             else:
                 asyncio.get_running_loop().call_soon(actor.die)
 
-    def start(self, backend, worker, world_size):
+    def start(self, worker, world_size):
         name = f"{worker.job}-{worker.rank}"
         made = FakeEngine() if worker.job == "sampling" else FakeRank(worker.rank)
         actor = FakeActor(self, name, made)
@@ -269,9 +268,9 @@ def fake_backend(monkeypatch, tmp_path, *, engines=2, most=8, timeout_s=30.0, st
     import ray
 
     cluster = FakeCluster()
-    monkeypatch.setattr(BuiltinBackend, "_start_actor", lambda *arguments: cluster.start(*arguments))
-    monkeypatch.setattr(builtin, "describe_cluster", lambda: ClusterDescription((Node("here", 8, 0),)))
-    monkeypatch.setattr(builtin, "kill_processes", cluster.kill_processes)
+    monkeypatch.setattr(workers.Workers, "start_actor", lambda _, *arguments: cluster.start(*arguments))
+    monkeypatch.setattr(workers, "describe_cluster", lambda: ClusterDescription((Node("here", 8, 0),)))
+    monkeypatch.setattr(workers, "kill_processes", cluster.kill_processes)
     monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "here"))
     monkeypatch.setattr(ray, "wait", lambda refs, **options: (refs, []))
     # A process that stands still does not read what Ray tells it.

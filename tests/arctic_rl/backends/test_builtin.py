@@ -6,9 +6,7 @@ from types import SimpleNamespace
 import pytest
 import ray
 
-from integrations.arctic_rl.backends import builtin
-from integrations.arctic_rl.backends.builtin import BuiltinBackend
-from integrations.arctic_rl.backends.engine_choice import EngineChoice
+from integrations.arctic_rl.backends.builtin import BuiltinBackend, weights
 from integrations.arctic_rl.errors import ArcticError, RequestError
 from integrations.arctic_rl.placement import WorkerPlacement
 from integrations.arctic_rl.server.weight_sync import SENDERS, SyncPlan
@@ -31,7 +29,7 @@ def test_workers_that_are_asked_before_they_are_started_are_told(tmp_path):
 def test_an_update_that_is_scaled_for_other_ranks_is_refused(tmp_path, ranks):
     """Its gradient would be a multiple of the right one, without a word."""
     backend = BuiltinBackend.from_config(server_config(config(tmp_path), run_id="the-run", env_vars={}))
-    backend._actors = {"policy-0": None, "policy-1": None}
+    backend._workers.actors = {"policy-0": None, "policy-1": None}
     meta = {"max_token_len_per_gpu": 9, "dp_size": ranks, "batch_num_tokens": 4, "global_batch_size": 2}
     with pytest.raises(RequestError, match=rf"dp_size'\]={ranks}, but the job 'policy' has 2 ranks"):
         asyncio.run(backend.fwd_bwd({}, meta, {"loss_fn": "grpo", "config": {}}))
@@ -56,8 +54,8 @@ def test_workers_reserve_nothing_and_leave_no_record_of_their_calls(tmp_path, mo
     monkeypatch.setattr(ray, "remote", remote)
     cfg = config(tmp_path, "trainer.algorithm.use_kl_loss=true")
     backend = BuiltinBackend.from_config(server_config(cfg, run_id="the-run", env_vars={"A": "b"}))
-    backend._run_dir, backend._sync = str(tmp_path), SyncPlan("shared_memory", True)
-    backend._start_actor(WorkerPlacement(job=job, rank=0, node_id="n", device="cpu"), 1)
+    backend._workers.run_dir, backend._workers.sync_plan = str(tmp_path), SyncPlan("shared_memory", True)
+    backend._workers.start_actor(WorkerPlacement(job=job, rank=0, node_id="n", device="cpu"), 1)
     assert (given["num_cpus"], given["num_gpus"], given["max_restarts"]) == (0, 0, 0)
     assert given["enable_task_events"] is False
     assert given["runtime_env"] == {"env_vars": {"A": "b", "ARCTIC_RL_RUN_ID": "the-run"}}
@@ -81,8 +79,10 @@ class TestWeights:
             weight_sync_bucket_mb=3,
         )
         backend = BuiltinBackend(config)
-        backend._actors = {name: f"actor of {name}" for name in ("policy-0", "policy-1", "ref-0", *self.ENGINES)}
-        backend._choice, backend._run_dir = EngineChoice(self.ENGINES), str(tmp_path)
+        names = ("policy-0", "policy-1", "ref-0", *self.ENGINES)
+        backend._workers.actors = {name: f"actor of {name}" for name in names}
+        backend._workers.run_dir = str(tmp_path)
+        backend._engines.started()
         backend.sent, backend.held = [], dict.fromkeys(self.ENGINES, 0)
 
         async def call_all(names, method, *arguments):
@@ -92,15 +92,15 @@ class TestWeights:
             backend.sent.append(run)
             backend.held |= dict.fromkeys(run.receivers, run.version)
 
-        monkeypatch.setattr(backend, "_call_all", call_all)
+        monkeypatch.setattr(backend._calls, "call_all", call_all)
         for name in SENDERS:
             monkeypatch.setitem(SENDERS, name, send)
-        monkeypatch.setattr(builtin, "send_again", send)
-        monkeypatch.setattr(builtin, "kept_version", lambda folder: max(backend.held.values()))
+        monkeypatch.setattr(weights, "send_again", send)
+        monkeypatch.setattr(weights, "kept_version", lambda folder: max(backend.held.values()))
         return backend
 
     def test_a_sync_names_all_ranks_and_engines(self, backend, tmp_path):
-        backend._sync = SyncPlan("nccl", False)
+        backend._workers.sync_plan = SyncPlan("nccl", False)
         assert asyncio.run(backend.sync_weights(keep_cache=True)) == 1
         (run,) = backend.sent
         assert (run.senders, run.receivers) == (("policy-0", "policy-1"), self.ENGINES)
@@ -109,22 +109,22 @@ class TestWeights:
         assert (run.one_node, run.keep_cache, run.folder) == (False, True, str(tmp_path / "weights"))
 
     def test_after_a_sync_sessions_are_spread_anew(self, backend):
-        backend._sync = SyncPlan("shared_memory", True)
-        assert backend._choice.assign([1], 5, "a").engine == "sampling-0"
+        backend._workers.sync_plan = SyncPlan("shared_memory", True)
+        assert backend._engines.choice.assign([1], 5, "a").engine == "sampling-0"
         asyncio.run(backend.sync_weights())
-        assert backend._choice.assign([1], 5, "a").engine == "sampling-1"
+        assert backend._engines.choice.assign([1], 5, "a").engine == "sampling-1"
 
     @pytest.mark.parametrize("strategy", SENDERS)
     def test_a_restarted_engine_gets_the_weights_of_the_last_sync(self, backend, strategy):
         """Alone where they were kept, else together with the others, which hold them already."""
-        backend._sync = SyncPlan(strategy, True)
-        assert asyncio.run(backend.load_current_weights("sampling-0")) == 0
+        backend._workers.sync_plan = SyncPlan(strategy, True)
+        assert asyncio.run(backend._weights.load_current("sampling-0")) == 0
         assert not backend.sent
         for version in (1, 2):
             asyncio.run(backend.step())
             assert asyncio.run(backend.sync_weights()) == version
         backend.held["sampling-0"] = 0
-        assert asyncio.run(backend.load_current_weights("sampling-0")) == 2
+        assert asyncio.run(backend._weights.load_current("sampling-0")) == 2
         assert backend.held == {"sampling-0": 2, "sampling-1": 2}
         again = backend.sent[-1]
         assert again.receivers == (("sampling-0",) if strategy == "shared_memory" else self.ENGINES)
@@ -132,40 +132,40 @@ class TestWeights:
 
     def test_a_sync_during_which_an_engine_was_restarted_begins_anew(self, backend, monkeypatch):
         """A restart meanwhile sends nothing of its own; an error without one stays an error."""
-        backend._sync = SyncPlan("low_memory", True)
-        backend._supervisor = SimpleNamespace(restarts=0)
+        backend._workers.sync_plan = SyncPlan("low_memory", True)
+        backend._calls.supervisor = SimpleNamespace(restarts=0)
         send = SENDERS["low_memory"]
 
         async def interrupted(run):
-            if backend._supervisor.restarts == 0:
-                backend._supervisor.restarts = 1
-                assert await backend.load_current_weights("sampling-0") == 0
+            if backend._calls.supervisor.restarts == 0:
+                backend._calls.supervisor.restarts = 1
+                assert await backend._weights.load_current("sampling-0") == 0
                 raise ArcticError("a part of the weights came to an engine that no update was opened on")
-            if backend._supervisor.restarts == 2:
+            if backend._calls.supervisor.restarts == 2:
                 raise ArcticError("the weights do not fit")
             await send(run)
 
         monkeypatch.setitem(SENDERS, "low_memory", interrupted)
         assert asyncio.run(backend.sync_weights()) == 1
         assert [run.version for run in backend.sent] == [1]
-        backend._supervisor.restarts = 2
+        backend._calls.supervisor.restarts = 2
         with pytest.raises(ArcticError, match="do not fit"):
             asyncio.run(backend.sync_weights())
 
     def test_the_only_engine_gets_the_weights_that_it_had(self, backend):
         """A fresh engine says that it holds version 0."""
-        backend._sync = SyncPlan("low_memory", True)
+        backend._workers.sync_plan = SyncPlan("low_memory", True)
         asyncio.run(backend.sync_weights())
         backend.held |= dict.fromkeys(self.ENGINES, 0)
-        assert asyncio.run(backend.load_current_weights("sampling-0")) == 1
+        assert asyncio.run(backend._weights.load_current("sampling-0")) == 1
 
     @pytest.mark.parametrize("strategy", SENDERS)
     def test_weights_that_are_gone_are_not_replaced_by_newer_ones(self, backend, strategy):
-        backend._sync = SyncPlan(strategy, True)
+        backend._workers.sync_plan = SyncPlan(strategy, True)
         asyncio.run(backend.sync_weights())
         asyncio.run(backend.step())
         if strategy == "shared_memory":
-            assert asyncio.run(backend.load_current_weights("sampling-1")) == 1
+            assert asyncio.run(backend._weights.load_current("sampling-1")) == 1
             return
         with pytest.raises(ArcticError, match=f"weights of version 1 any more.*weight_sync={strategy} keeps no copy"):
-            asyncio.run(backend.load_current_weights("sampling-1"))
+            asyncio.run(backend._weights.load_current("sampling-1"))

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks.faults import PHASES, ends_the_run
-from integrations.arctic_rl.backends import builtin
-from integrations.arctic_rl.backends.builtin import BuiltinBackend
+from integrations.arctic_rl.backends.builtin import calls
+from integrations.arctic_rl.backends.builtin.workers import Workers
 from integrations.arctic_rl.errors import ArcticError, WorkerDiedError
 from integrations.arctic_rl.placement import WorkerPlacement
 from integrations.arctic_rl.server.weight_sync import SyncPlan
@@ -257,7 +257,7 @@ def test_ranks_that_meet_the_engines_do_not_wait_for_a_dead_one(tmp_path, monkey
 
     async def run():
         await backend.initialize(10)
-        backend._sync = SyncPlan("nccl", one_node=True)
+        backend._workers.sync_plan = SyncPlan("nccl", one_node=True)
         cluster.hurt("sampling-0", lambda called, keywords: called == "transfer_weights", "killed")
         begun = time.monotonic()
         with pytest.raises(WorkerDiedError, match=r"weight_sync=nccl.*write low_memory"):
@@ -266,7 +266,7 @@ def test_ranks_that_meet_the_engines_do_not_wait_for_a_dead_one(tmp_path, monkey
         await backend.shutdown()
         return seconds
 
-    monkeypatch.setattr(builtin, "DEATH_GRACE_S", 0.2)
+    monkeypatch.setattr(calls, "DEATH_GRACE_S", 0.2)
     backend, cluster = fake_backend(monkeypatch, tmp_path)
     assert asyncio.run(asyncio.wait_for(run(), 20)) < LIMIT_S
     assert cluster.alive() == []
@@ -276,17 +276,18 @@ def test_no_two_engines_draw_the_same_noise(tmp_path, monkeypatch):
     """Not even one and its successor; two runs of one seed do."""
     import ray
 
-    start = BuiltinBackend._start_actor
+    start = Workers.start_actor
     told = []
     actor = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda spec: told.append(spec.seed)))
     monkeypatch.setattr(ray, "remote", lambda cls: actor)
     for _ in range(2):
         backend, _ = fake_backend(monkeypatch, tmp_path, engines=3)
-        backend._run_dir, backend._sync = str(tmp_path), SyncPlan("shared_memory", one_node=True)
+        backend._workers.run_dir = str(tmp_path)
+        backend._workers.sync_plan = SyncPlan("shared_memory", one_node=True)
         for _ in range(3):
             for rank in range(3):
-                start(backend, WorkerPlacement("sampling", rank, "here", "cpu"), 3)
-        monkeypatch.setattr(BuiltinBackend, "_start_actor", start)
+                start(backend._workers, WorkerPlacement("sampling", rank, "here", "cpu"), 3)
+        monkeypatch.setattr(Workers, "start_actor", start)
     assert told[:9] == told[9:] and len(set(told)) == 9
 
 
@@ -315,7 +316,7 @@ def test_ten_thousand_requests_at_once(tmp_path, monkeypatch):
         cluster.hurt("sampling-1", lambda method, keywords: method == "generate", "killed")
         groups = [requests(100) for _ in range(100)]
         answers = await asyncio.gather(*(backend.generate(group) for group in groups))
-        outstanding = backend._choice.load
+        outstanding = backend._engines.choice.load
         await backend.shutdown()
         return [[answer["token_ids"] for answer in group] for group in answers], outstanding
 

@@ -6,7 +6,7 @@ import time
 import psutil
 import pytest
 
-from integrations.arctic_rl.backends import builtin
+from integrations.arctic_rl.backends.builtin import cluster
 from integrations.arctic_rl.server.process import RUN_ID_VARIABLE, kill_run, log_tail
 
 TRACKER = "import time; time.sleep(1.0)  # resource_tracker"
@@ -70,16 +70,16 @@ def test_a_log_tail_without_a_file_says_so(tmp_path):
 
 @pytest.fixture
 def shared_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(builtin.os, "access", lambda *_: False)
-    monkeypatch.setattr(builtin.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(cluster.os, "access", lambda *_: False)
+    monkeypatch.setattr(cluster.tempfile, "gettempdir", lambda: str(tmp_path))
     return tmp_path
 
 
 def test_folders_of_dead_runs_are_removed_and_others_kept(shared_memory):
     dead = next(pid for pid in range(300_000, 10**6) if not psutil.pid_exists(pid))
     for owner in (dead, os.getpid()):
-        (shared_memory / f"{builtin.RUN_DIRECTORY_PREFIX}{owner}-x-y").mkdir()
-    fresh = builtin.run_directory("z")
+        (shared_memory / f"{cluster.RUN_DIRECTORY_PREFIX}{owner}-x-y").mkdir()
+    fresh = cluster.run_directory("z")
     left = sorted(path.name.split("-")[2] for path in shared_memory.iterdir())
     assert left == [str(os.getpid())] * 2
     assert os.path.isdir(fresh)

@@ -13,7 +13,7 @@ from integrations.arctic_rl.errors import UnsupportedError
 from integrations.arctic_rl.server.schedule import SCHEDULES, build_scheduler, schedule_problems, warmup_steps
 from integrations.arctic_rl.server.specs import OptimizerSpec
 from integrations.arctic_rl.server.training_worker import TrainingWorker
-from integrations.arctic_rl.server_config import optimizer_spec
+from integrations.arctic_rl.server_config import optimizer_spec, server_config
 from integrations.arctic_rl.skyrl_config import parse_config
 from integrations.arctic_rl.step_log import StepLog
 
@@ -200,18 +200,15 @@ def test_every_schedule_of_transformers_is_served_or_refused():
 
 def test_the_backend_reports_the_rate_that_a_step_used():
     from integrations.arctic_rl.backends.builtin import BuiltinBackend
-    from integrations.arctic_rl.backends.turns import Turns
 
     spec = dataclasses.replace(SPEC, scheduler="linear")
     trained, _ = worker(spec)
-    backend = object.__new__(BuiltinBackend)
-    backend._actors, backend._unsynced_step = {"policy-0": None}, False
-    backend._weights_kept = asyncio.Lock()
-    backend._turns = Turns(frozenset(), None, None, awake=True)
+    backend = BuiltinBackend(server_config(parse_config([]), run_id="r", env_vars={}))
+    backend._workers.actors["policy-0"] = None
 
     async def call_all(names, method, *arguments):
         return [getattr(trained, method)(*arguments) for _ in names]
 
-    backend._call_all = call_all
+    backend._calls.call_all = call_all
     rates = [asyncio.run(backend.step())["lr"] for _ in range(3)]
     assert rates == pytest.approx([PEAK, PEAK * 49 / 50, PEAK * 48 / 50], rel=1e-12)
