@@ -1,7 +1,7 @@
 import json
+import resource
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -24,9 +24,11 @@ HEAVY = ("vllm", "deepspeed", "ray", "skyrl")
 
 def loaded(module, cwd):
     code = f"import {module}, sys, json; print(json.dumps([m for m in {HEAVY!r} if m in sys.modules]))"
-    start = time.perf_counter()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=cwd, check=True)
-    return json.loads(result.stdout.splitlines()[-1]), time.perf_counter() - start
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    processor_seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return json.loads(result.stdout.splitlines()[-1]), processor_seconds
 
 
 @pytest.mark.parametrize("module", LIGHT)
