@@ -10,7 +10,7 @@ import transformers
 from transformers import AutoConfig, BloomConfig, BloomForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from integrations.arctic_rl.errors import ArcticError, UnsupportedError
-from integrations.arctic_rl.server.engine import load_model
+from integrations.arctic_rl.server.engine import InferenceEngine, load_model
 from integrations.arctic_rl.server.hf_export import export_model
 from integrations.arctic_rl.server.specs import OptimizerSpec, TrainingSpec
 from integrations.arctic_rl.server.weights import model_tensors
@@ -155,3 +155,27 @@ def test_a_model_whose_packed_rows_see_each_other_is_refused(spec_of, tmp_path):
         load_model(spec_of(model_path=str(tmp_path / "bloom")))
     assert str(caught.value).startswith(f"trainer.policy.model.path={tmp_path}/bloom: rows are always packed here")
     assert "pack=False" not in str(caught.value), "a recipe cannot ask for it"
+
+
+def test_a_bfloat16_reference_model_is_the_one_that_transformers_loads(tmp_path):
+    """Its rotary frequencies stay float32, as the policy's do: rounded ones show at late positions."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**SIZES, head_dim=64))
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            if "q_proj" in name or "k_proj" in name:
+                value.mul_(40)
+    model.save_pretrained(tmp_path)
+    theirs = LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    ours = InferenceEngine(LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float32), "bfloat16")
+    ids = torch.randint(0, SIZES["vocab_size"], (1, 600), generator=torch.Generator().manual_seed(0))
+
+    def logits(of):
+        with torch.no_grad():
+            return of(input_ids=ids, use_cache=False).logits.float()
+
+    expected = logits(theirs)
+    assert {value.dtype for value in ours.module.parameters()} == {torch.bfloat16}
+    assert torch.equal(logits(ours), expected)
+    theirs.model.rotary_emb.bfloat16()
+    assert not torch.allclose(logits(theirs), expected, rtol=0.1), "rounded frequencies would be seen"
