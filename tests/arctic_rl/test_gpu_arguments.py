@@ -1,5 +1,8 @@
 """What would be passed to DeepSpeed, vLLM and Ray on GPUs, of which the machine that runs this needs none."""
 
+import dataclasses
+import os
+import tempfile
 from types import SimpleNamespace
 
 import pytest
@@ -64,6 +67,18 @@ def test_an_engine_alone_on_one_gpu():
     assert arguments["enable_sleep_mode"] is False
     assert arguments["enforce_eager"] is True
     assert arguments["block_size"] == 64
+
+
+def test_compiled_kernels_outlive_the_run_and_its_folder(monkeypatch):
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", "/somewhere")
+    sampling = dataclasses.replace(on_gpus().sampling, scratch_directory="/dev/shm/run/s")
+    environment = engine_environment(sampling)
+    assert environment["TMPDIR"] == "/dev/shm/run/s"
+    assert environment["TORCHINDUCTOR_CACHE_DIR"] == f"/somewhere/torchinductor_{os.getuid()}"
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/users/own")
+    assert engine_environment(sampling)["TORCHINDUCTOR_CACHE_DIR"] == "/users/own"
+    assert "TORCHINDUCTOR_CACHE_DIR" not in engine_environment(dataclasses.replace(sampling, device="cpu"))
 
 
 def test_data_parallel_engines_are_refused():

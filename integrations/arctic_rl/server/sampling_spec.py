@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
+import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -58,8 +59,8 @@ class SamplingSpec:
     log_file: str | None = None
     """File that gets the stdout and stderr of the engine's processes; None = those of the parent."""
     scratch_directory: str | None = None
-    """Existing folder (a short path) for the sockets and files that the engine's processes leave behind; None = a
-    temporary one, which ``shutdown`` removes but a killed worker does not."""
+    """Folder (a short path) for the sockets and files that the engine's processes leave behind; None, or one that this
+    node does not have = a temporary one, which ``shutdown`` removes but a killed worker does not."""
     threads: int = 1
     """Compute threads of the engine on CPUs."""
     enable_sleep_mode: bool = False
@@ -121,6 +122,10 @@ def engine_environment(spec: SamplingSpec) -> dict[str, str | None]:
         variables["HF_HUB_OFFLINE"] = "1"
     if spec.scratch_directory is not None:
         variables |= {"VLLM_RPC_BASE_PATH": spec.scratch_directory, "TMPDIR": spec.scratch_directory}
+    if spec.device == "cuda" and spec.scratch_directory is not None:
+        # Compiled kernels would go with the run, and shared memory is often mounted without leave to run code.
+        kept = os.path.join(tempfile.gettempdir(), f"torchinductor_{os.getuid()}")
+        variables["TORCHINDUCTOR_CACHE_DIR"] = os.environ.get("TORCHINDUCTOR_CACHE_DIR", kept)
     if spec.visible_devices is not None:
         variables["CUDA_VISIBLE_DEVICES"] = spec.visible_devices
     if spec.weight_transfer == "ipc":

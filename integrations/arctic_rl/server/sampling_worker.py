@@ -67,11 +67,7 @@ class SamplingWorker:
             UnsupportedError: for an engine argument that vLLM does not know.
             ArcticError: when the engine does not come up, with the end of its log.
         """
-        spec = self._spec
-        if spec.scratch_directory is None:
-            self._own_directory = tempfile.mkdtemp(prefix="arctic-rl-")
-            self._scratch = self._own_directory
-            spec = dataclasses.replace(spec, scratch_directory=self._own_directory)
+        spec = self._with_scratch()
         if spec.log_file is not None:
             open_worker_log(spec.log_file)
             end_with_parent()
@@ -95,6 +91,15 @@ class SamplingWorker:
             raise ArcticError(f"the vLLM engine did not start: {error}{self._log_end()}") from error
         self._end_token_ids = end_token_ids(spec.model_path)
         logger.info("the engine samples from %s", spec.model_path)
+
+    def _with_scratch(self) -> SamplingSpec:
+        """The spec with a folder that is on this node."""
+        spec = self._spec
+        if spec.scratch_directory is None or not os.path.isdir(spec.scratch_directory):
+            self._own_directory = tempfile.mkdtemp(prefix="arctic-rl-")
+            spec = dataclasses.replace(spec, scratch_directory=self._own_directory)
+        self._scratch = spec.scratch_directory
+        return spec
 
     async def generate(
         self,

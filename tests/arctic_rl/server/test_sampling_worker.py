@@ -1040,3 +1040,22 @@ def test_no_process_outlives_a_killed_worker(real):
     os.kill(own, signal.SIGKILL)
     _, alive = psutil.wait_procs(engine, timeout=10)
     assert alive == []
+
+
+class TestScratchFolder:
+    """Sockets and files of an engine need a folder on its own node; a run's is on the node of the server's process."""
+
+    def test_the_runs_own_where_this_node_has_it(self, tmp_path):
+        worker = SamplingWorker(spec(scratch_directory=str(tmp_path)))
+        assert worker._with_scratch().scratch_directory == worker._scratch == str(tmp_path)
+        assert worker._own_directory is None
+
+    @pytest.mark.parametrize("given", [None, "/dev/shm/arctic-rl-1-of-another-node/s"])
+    def test_a_temporary_one_elsewhere(self, tmp_path, monkeypatch, given):
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+        worker = SamplingWorker(spec(scratch_directory=given))
+        folder = worker._with_scratch().scratch_directory
+        assert os.path.isdir(folder) and os.path.dirname(folder) == str(tmp_path)
+        assert worker._scratch == worker._own_directory == folder
+        asyncio.run(worker.shutdown())
+        assert list(tmp_path.iterdir()) == []
