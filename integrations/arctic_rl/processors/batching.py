@@ -250,7 +250,7 @@ class RowBatch:
         packed = self.packed_input
         if packed is None or values.ndim < 2 or values.shape[:2] != packed.shape:
             return values
-        return packed.pack(values)[None]
+        return packed.to(values.device).pack(values)[None]
 
     def _own(self, value: Any) -> Any:
         """Shared entries are copied, so that no processor can change the caller's; rows are when they are taken."""

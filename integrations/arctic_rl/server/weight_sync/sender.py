@@ -83,6 +83,8 @@ class WeightSender:
             copies: further names that the engines keep -> the tensor whose values they get.
             bucket_bytes: of a packed buffer.
         """
+        import torch
+
         from . import ipc, nccl
         from .transfer import EngineClient, trainer_engine, weight_source
 
@@ -100,6 +102,9 @@ class WeightSender:
                 )
             source = weight_source(tensors, copies, self._read, lasting=lasting)
             self._transfer = key, trainer_engine(backend, info, EngineClient(engines, processes), source)
+        if torch.cuda.is_available():
+            # vLLM packs on streams of its own, which do not wait for the step that made these weights.
+            torch.cuda.synchronize()
         self._transfer[1].send_weights()
 
     def _read(self) -> Iterator[tuple[str, torch.Tensor]]:

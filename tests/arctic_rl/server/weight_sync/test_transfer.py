@@ -165,3 +165,19 @@ def test_parts_of_an_update_that_was_given_up_are_not_counted_again(tmp_path):
         load("12", value)
         extension.arctic_end_parts()
         assert model.qkv.weight[:, 0].tolist() == [10.0 * value + part for part in (0, 0, 1, 1, 2, 2)]
+
+
+def test_a_transfer_begins_when_the_gpu_is_done_with_the_step(monkeypatch):
+    from integrations.arctic_rl.server.weight_sync import transfer
+    from integrations.arctic_rl.server.weight_sync.sender import WeightSender
+
+    calls = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("synchronized"))
+    engine = SimpleNamespace(send_weights=lambda: calls.append("sent"))
+    monkeypatch.setattr(transfer, "trainer_engine", lambda *_: engine)
+    sender = WeightSender(SimpleNamespace(module=torch.nn.Linear(2, 3)), 2, 1)
+    tensors = sender.declare("float32")
+    for _ in range(2):
+        sender.transfer("nccl", ["engine"], 1, tensors, {}, 2**20)
+    assert calls == ["synchronized", "sent"] * 2
