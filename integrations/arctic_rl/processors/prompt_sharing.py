@@ -80,18 +80,19 @@ def check_first_use(call: ModelCall, meta: Mapping[str, Any], device: torch.devi
             check_once(call.module, *_runner(plain), device, training=training)
 
 
-def check_by_running(module: torch.nn.Module, device: torch.device | str, *, training: bool) -> None:
-    """The same comparison for a model without an engine yet, each time that it is called.
+def check_by_running(model: torch.nn.Module, device: torch.device | str, *, training: bool) -> None:
+    """The same comparison for a model without an engine yet, or a DeepSpeed engine, each time that it is called.
 
     Raises:
         ArcticError: the model cannot run rows that share prompts, or not exactly, or draws at random in training.
     """
     settings = LogitsSettings(logits_optimization="compute")
-    call = ModelCall(Direct(module), (), settings, 1.0, entropy=False, entropy_has_grad=False, late_entropy=False)
-    with _refusing(module):
-        check_rows(module, *_runner(call), torch.device(device))
+    engine = model if hasattr(model, "module") else Direct(model)
+    call = ModelCall(engine, (), settings, 1.0, entropy=False, entropy_has_grad=False, late_entropy=False)
+    with _refusing(call.module):
+        check_rows(call.module, *_runner(call), torch.device(device))
         if training:
-            check_draws(module, *_runner(call), torch.device(device))
+            check_draws(call.module, *_runner(call), torch.device(device))
 
 
 @contextmanager

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,8 +16,9 @@ from ..errors import ArcticError, PackingError, UnsupportedError
 from .deepspeed_config import deepspeed_config
 from .kernel_settings import check_attention_package
 from .liger import apply_liger
-from .lora import Weight, adapter_parameters, add_adapters, model_weights, stand_alone
+from .lora import Weight, adapter_facts, adapter_parameters, add_adapters, model_weights, stand_alone
 from .model_config import load_model_config
+from .model_device import cast_parameters, partition
 from .specs import OptimizerSpec, TrainingSpec
 
 if TYPE_CHECKING:
@@ -26,13 +29,49 @@ logger = logging.getLogger(__name__)
 GATHER_BYTES = 256 * 2**20
 
 
-def load_model(spec: TrainingSpec) -> PreTrainedModel:
-    """Load ``spec.model_path`` in float32, a critic's as a value model (``server.critic``).
+@dataclass(frozen=True)
+class BuiltEngine:
+    """What a training rank has to keep."""
 
-    Its attention shares prompts, or keeps packed rows apart.
+    engine: Any
+    """A DeepSpeed engine, or an ``InferenceEngine`` of a model that is not trained."""
+    optimizer: torch.optim.AdamW | None
+    """Whose ``param_groups`` the engine uses; None of a model that is not trained."""
+    adapter_facts: dict[str, Any] | None
+    """``lora.adapter_facts`` of the model as it was loaded; None without adapters."""
+
+
+def build_engine(spec: TrainingSpec) -> BuiltEngine:
+    """Load a model and put it into its engine.
+
+    Shards of ZeRO stage 3 run as an engine alone, so whether such a model can share prompts is seen by running the
+    engine, which is built again without where it cannot.
+
+    Raises:
+        UnsupportedError, ArcticError: as ``load_model``.
+    """
+    loaded = load_on_host(spec)
+    facts = None if spec.lora is None else adapter_facts(loaded, spec.lora)
+    model = ready_model(loaded, spec)
+    if spec.role == "ref":
+        return BuiltEngine(InferenceEngine(model, spec.dtype), None, facts)
+    engine, optimizer = initialize_engine(model, spec)
+    if not _is_sharded(spec) or not _shares(model) or _agrees(engine, spec):
+        return BuiltEngine(engine, optimizer, facts)
+    engine.destroy()
+    del loaded, model, engine, optimizer
+    return build_engine(dataclasses.replace(spec, use_zorro=False))
+
+
+def load_model(spec: TrainingSpec) -> PreTrainedModel:
+    """Load ``spec.model_path`` for an engine, a critic's as a value model (``server.critic``).
+
+    Its parameters are loaded in float32 and cast to ``spec.dtype`` on the host, before any is brought to the device;
+    those of a model that ZeRO stage 3 is to shard stay there. Its attention shares prompts, or keeps packed rows
+    apart.
 
     Whether the model can share prompts is read from it and, unless ``spec.zorro_self_check`` is off, seen by running
-    a few tokens both ways.
+    a few tokens both ways; one that ZeRO stage 3 is to shard is run by ``build_engine``.
 
     Raises:
         UnsupportedError: for a model whose packed rows see each other, whose attention would drop out scores in
@@ -40,26 +79,45 @@ def load_model(spec: TrainingSpec) -> PreTrainedModel:
             first call of the pipeline tells the first of these.
         ArcticError: for a model that is to share prompts and gives other log-probs then.
     """
-    from ..processors.attention import attention_implementation
-    from ..processors.isolation import check_packing
+    return ready_model(load_on_host(spec), spec)
+
+
+def load_on_host(spec: TrainingSpec) -> PreTrainedModel:
+    """The model in float32 on the host, with its adapters, and an attention that shares prompts where one is asked
+    for and the model takes it."""
     from ..zorro.attention import register_shared_attention
 
-    packed = attention_implementation(spec.device) if spec.attention is None else spec.attention
+    packed = _packed_attention(spec)
     if spec.use_zorro is False:
         check_attention_package(packed)
-    model = None
+        return _pretrained(spec, packed)
     try:
-        model = _pretrained(spec, packed if spec.use_zorro is False else register_shared_attention())
-        if spec.use_zorro is not False:
-            _check_sharing(model, spec)
+        return _pretrained(spec, register_shared_attention())
     except ArcticError as error:
         if spec.use_zorro is not None:
             raise
-        logger.warning("prompts are not shared between rollouts: %s", error)
+        _warn_unshared(error)
         check_attention_package(packed)
-        if model is None:
-            model = _pretrained(spec, packed)
-        model.set_attn_implementation(packed)
+        return _pretrained(spec, packed)
+
+
+def ready_model(model: PreTrainedModel, spec: TrainingSpec) -> PreTrainedModel:
+    """A model of ``load_on_host`` in its dtype, on its device unless ZeRO stage 3 is to shard it, and tried there;
+    see ``load_model``."""
+    from ..processors.isolation import check_packing
+
+    cast_parameters(model, spec.dtype)
+    if not _is_sharded(spec):
+        model.to(spec.device)
+    if _shares(model):
+        try:
+            _check_sharing(model, spec)
+        except ArcticError as error:
+            if spec.use_zorro is not None:
+                raise
+            _warn_unshared(error)
+            check_attention_package(_packed_attention(spec))
+            model.set_attn_implementation(_packed_attention(spec))
     if spec.device == "cpu":
         try:
             check_packing(model, spec.device)
@@ -88,6 +146,27 @@ def load_model(spec: TrainingSpec) -> PreTrainedModel:
     return model
 
 
+def _is_sharded(spec: TrainingSpec) -> bool:
+    """Whether no rank keeps whole parameters."""
+    return spec.zero_stage == 3 and spec.role != "ref"
+
+
+def _shares(model: PreTrainedModel) -> bool:
+    from ..zorro.attention import SHARED_ATTENTION
+
+    return model.config._attn_implementation == SHARED_ATTENTION
+
+
+def _packed_attention(spec: TrainingSpec) -> str:
+    from ..processors.attention import attention_implementation
+
+    return attention_implementation(spec.device) if spec.attention is None else spec.attention
+
+
+def _warn_unshared(error: ArcticError) -> None:
+    logger.warning("prompts are not shared between rollouts: %s", error)
+
+
 def _pretrained(spec: TrainingSpec, attention: str) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM
 
@@ -114,17 +193,34 @@ def _pretrained(spec: TrainingSpec, attention: str) -> PreTrainedModel:
         ) from error
     if spec.lora is not None:
         add_adapters(model, spec.lora, spec.seed)
-    return model.to(spec.device)
+    return model
 
 
 def _check_sharing(model: PreTrainedModel, spec: TrainingSpec) -> None:
-    from ..processors.prompt_sharing import check_by_running
     from ..zorro.support import check_can_share
 
-    training = spec.role != "ref"
-    check_can_share(model, training=training)
+    check_can_share(model, training=spec.role != "ref")
+    if not _is_sharded(spec):
+        _check_by_running(model, spec)
+
+
+def _agrees(engine: Any, spec: TrainingSpec) -> bool:
+    """Whether an engine gives the same log-probs where prompts are shared; where they have to be, it fails if not."""
+    try:
+        _check_by_running(engine, spec)
+    except ArcticError as error:
+        if spec.use_zorro is not None:
+            raise
+        _warn_unshared(error)
+        return False
+    return True
+
+
+def _check_by_running(engine: Any, spec: TrainingSpec) -> None:
+    from ..processors.prompt_sharing import check_by_running
+
     if spec.zorro_self_check:
-        check_by_running(model, spec.device, training=training)
+        check_by_running(engine, spec.device, training=spec.role != "ref")
 
 
 def build_optimizer(model: torch.nn.Module, spec: OptimizerSpec) -> torch.optim.AdamW:
@@ -141,6 +237,8 @@ def initialize_engine(model: PreTrainedModel, spec: TrainingSpec) -> tuple[Any, 
     import deepspeed
 
     optimizer = build_optimizer(model, spec.optimizer)
+    if spec.zero_stage == 3:
+        partition(model, deepspeed_config(spec), dtype=spec.dtype, device=spec.device)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=deepspeed_config(spec))
     if spec.zero_stage == 0 and spec.dtype == "float32":
         _record_gradient_norm(engine, optimizer)
@@ -196,9 +294,7 @@ class InferenceEngine:
     """
 
     def __init__(self, model: torch.nn.Module, dtype: str) -> None:
-        for parameter in model.parameters():
-            if parameter.is_floating_point():
-                parameter.data = parameter.data.to(getattr(torch, dtype))
+        cast_parameters(model, dtype)
         self.module = model.eval().requires_grad_(False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

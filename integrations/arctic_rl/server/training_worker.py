@@ -82,8 +82,7 @@ class TrainingWorker:
 
         from ..processors.registry import get_loss_fn, import_processor_modules
         from ..processors.skyrl_losses import load_policy_loss
-        from .engine import InferenceEngine, initialize_engine, load_model
-        from .lora import adapter_facts
+        from .engine import build_engine
         from .schedule import build_scheduler
 
         os.environ.update(
@@ -103,17 +102,15 @@ class TrainingWorker:
         if self._spec.policy_loss is not None:
             load_policy_loss(self._spec.policy_loss)
         _init_distributed(self._spec.device)
-        model = load_model(self._spec)
-        if self._spec.lora is not None:
-            self._adapter_facts = adapter_facts(model, self._spec.lora)
-        if self._spec.role == "ref":
-            self._engine = InferenceEngine(model, self._spec.dtype)
-            logger.info("rank %d of %d runs %s", self._rank, self._world_size, self._spec.model_path)
-            self._states = OffloadedStates(self._engine, 0, self._spec.device)
+        built = build_engine(self._spec)
+        self._engine, self._optimizer, self._adapter_facts = built.engine, built.optimizer, built.adapter_facts
+        trained = self._spec.role != "ref"
+        logger.info(
+            "rank %d of %d %s %s", self._rank, self._world_size, "trains" if trained else "runs", self._spec.model_path
+        )
+        self._states = OffloadedStates(self._engine, self._spec.zero_stage if trained else 0, self._spec.device)
+        if not trained:
             return
-        self._engine, self._optimizer = initialize_engine(model, self._spec)
-        logger.info("rank %d of %d trains %s", self._rank, self._world_size, self._spec.model_path)
-        self._states = OffloadedStates(self._engine, self._spec.zero_stage, self._spec.device)
         self._scheduler = build_scheduler(self._optimizer, self._spec.optimizer, num_training_steps)
         self._num_training_steps = num_training_steps
 
