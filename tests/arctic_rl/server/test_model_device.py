@@ -1,6 +1,5 @@
 """A model on its way to the device: what is there at once, and that engines are those of a model moved as a whole."""
 
-import copy
 import gc
 import itertools
 import os
@@ -226,17 +225,3 @@ def test_a_model_that_is_to_be_sharded_stays_on_the_host_in_the_dtype_it_runs_in
         assert weights[name].device.type == "cpu"
         assert torch.equal(weights[name], value.to(torch.bfloat16)), name
     assert held.lm_head.weight is held.model.embed_tokens.weight
-
-
-@torch.no_grad()
-def test_a_reference_model_in_bfloat16_keeps_its_rotary_frequencies():
-    """In bfloat16 they would be off by up to 1/256 each, by a whole turn some hundred tokens on."""
-    model = tiny_model(attention="eager")
-    expected = {name: value.clone() for name, value in model.named_buffers()}
-    ids = torch.arange(1, 300)[None] % VOCAB
-    for parameter in model.parameters():
-        parameter.data = parameter.data.bfloat16()
-    policys = model(input_ids=ids).logits
-    engine = InferenceEngine(copy.deepcopy(model), "bfloat16")
-    assert expected and all(_same(value, expected[name]) for name, value in engine.module.named_buffers())
-    assert torch.equal(engine(input_ids=ids).logits, policys)
