@@ -13,6 +13,8 @@ DISTRIBUTION = "skyrl-arctic-rl"
 ALIAS = "skyrl_arctic_rl"
 MODULES = {"vllm": True, "deepspeed": True, "flash_attn": False, "liger_kernel": False}
 """Modules that are looked for, and whether every run needs them."""
+_OPTIONAL = [name.replace("_", "-") for name, always in MODULES.items() if not always]
+"""Their distributions, whose absence ``module_lines`` tells where a recipe needs them."""
 _WITHOUT = {
     "flash_attn": "which GPUs need with trainer.arctic_rl.use_zorro=false alone",
     "liger_kernel": "which GPUs need with trainer.arctic_rl.use_liger=true alone",
@@ -58,6 +60,8 @@ def version_lines(
         version = version_of(requirement.name)
         found.append(f"{requirement.name} {'is missing' if version is None else version}")
         if version is None:
+            if requirement.name in _OPTIONAL:
+                continue
             problems.append(f"{requirement.name} is missing: install {requirement.name}{requirement.specifier}")
         elif not requirement.specifier.contains(version, prereleases=True):
             problems.append(

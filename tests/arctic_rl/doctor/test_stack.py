@@ -19,6 +19,10 @@ def test_versions_are_compared_with_the_pins_of_the_extra():
     assert line == "ray 2.56.1 is installed, and ==2.57.0 is what is tested: install ray==2.57.0"
     (_, missing) = version_lines(ASKED, found.get, extra="arctic-rl")[1]
     assert missing == "vllm is missing: install vllm==0.30.0"
+    optional = ["flash-attn==2.8.3; extra == 'arctic-rl'", "liger-kernel==0.8.5; extra == 'arctic-rl'"]
+    lines, problems = version_lines(optional, {}.get, extra="arctic-rl")
+    assert (lines, problems) == (["flash-attn is missing", "liger-kernel is missing"], [])
+    assert len(version_lines(optional, {"flash-attn": "2.7.0"}.get, extra="arctic-rl")[1]) == 1
 
 
 def test_a_project_that_is_not_installed():
