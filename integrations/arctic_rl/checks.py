@@ -274,6 +274,7 @@ def _server(cfg: Any) -> Iterator[str]:
         if name != "max_model_len" and name not in PROTECTED_ENGINE_ARGS
     }
     engine.tensor_parallel_size = 1
+    engine.speculative_config = None
     said: set[str] = set()
     while True:
         try:

@@ -39,6 +39,7 @@ def server_config(
         UnsupportedError: for an engine setting that this backend sets itself, or a dtype that is not one.
     """
     trainer, engine, arctic = cfg.trainer, cfg.generator.inference_engine, cfg.trainer.arctic_rl
+    sampling = _sampling_spec(cfg) if device == "cpu" else _gpu_sampling_spec(cfg)
     placement = trainer.placement
     uses_reference = trainer.algorithm.use_kl_loss or trainer.algorithm.use_kl_in_reward
     second_model = uses_reference and not reference_is_base(trainer)
@@ -50,7 +51,7 @@ def server_config(
         policy=_training_spec(cfg, "policy", threads, device),
         reference=_training_spec(cfg, "ref", threads, device) if second_model else None,
         critic=_training_spec(cfg, "critic", threads, device) if trainer.critic.model.path else None,
-        sampling=_sampling_spec(cfg) if device == "cpu" else _gpu_sampling_spec(cfg),
+        sampling=dataclasses.replace(sampling, speculative_config=engine.speculative_config),
         policy_ranks=placement.policy_num_nodes * placement.policy_num_gpus_per_node,
         ref_ranks=placement.ref_num_nodes * placement.ref_num_gpus_per_node if second_model else 0,
         critic_ranks=(

@@ -17,9 +17,15 @@ from .support.leaves import skyrl_leaves, value_of
 
 
 def skyrl_problems(cfg: Any) -> list[str]:
-    """The first of SkyRL's own checks that fails, as a line; ``validate_cfg`` also rewrites some settings."""
+    """The first of SkyRL's own checks that fails, as a line; ``validate_cfg`` also rewrites some settings.
+
+    It is not shown ``speculative_config``, of which it knows multi-token-prediction heads only; the support table
+    judges that.
+    """
     from skyrl.train.utils import validate_cfg
 
+    engine = cfg.generator.inference_engine
+    speculative, engine.speculative_config = engine.speculative_config, None
     try:
         with _key_for_checks():
             validate_cfg(cfg)
@@ -32,6 +38,8 @@ def skyrl_problems(cfg: Any) -> list[str]:
         values = [f"{name}={shown(value_of(cfg, name))}" for name in _settings_behind(checks, where, cfg)]
         advice = f"; change {' or '.join(values)}" if values else ""
         return [f"SkyRL's own check: {message}{advice} ({type(error).__name__} in {where.tb_frame.f_code.co_name})"]
+    finally:
+        engine.speculative_config = speculative
     return []
 
 

@@ -53,7 +53,6 @@ FEATURES = {
     "router replay is not there": "replay of routers",
     "routers compute in the model's dtype": "other changes of Megatron's to routers and models",
     "SkyRL does not forward it to the engine": "`repetition_penalty`",
-    "speculative decoding is not there yet": "speculative decoding",
     "the sampler's support is not replayed": "the sampler's support",
     "the sampler's support is not returned": "the sampler's support",
     "this backend trains": "simulated training",

@@ -337,6 +337,17 @@ class TestInspection:
         setting = "generator.inference_engine.engine_init_kwargs.generation_config"
         assert len(inspect_config(parse(f"{setting}=auto")).refused) == 1
 
+    def test_drafts_by_n_grams_pass_skyrls_own_check_which_knows_others_only(self):
+        drafts = {"method": "ngram", "num_speculative_tokens": 4}
+        settings = [f"{name}={value}" for name, value in drafts.items()]
+        overrides = [f"generator.inference_engine.speculative_config.{setting}" for setting in settings]
+        cfg = parse("trainer.arctic_rl.device=cuda", "trainer.placement.policy_num_gpus_per_node=1", *overrides)
+        assert inspect_config(cfg).refused == []
+        built = server_config(cfg, run_id="", env_vars={}, device="cuda").sampling.speculative_config
+        assert built == drafts and type(built) is dict
+        with pytest.raises(UnsupportedError, match=r"speculative_config=.* on CPUs"):
+            server_config(cfg, run_id="", env_vars={}, device="cpu")
+
     def test_lists_and_whole_numbers_fit_where_skyrl_takes_them(self):
         cfg = parse(
             "trainer.policy.model.lora.target_modules=[q_proj]",

@@ -374,6 +374,8 @@ def test_a_setting_that_another_one_switches_off_is_said_to_have_no_effect(overr
 
 
 PROFILER = "trainer.policy.torch_profiler_config"
+SPECULATION = "generator.inference_engine.speculative_config"
+DRAFTS = f"{SPECULATION}.method=ngram {SPECULATION}.num_speculative_tokens=4"
 CRITIC = "trainer.critic.model.path=a/model trainer.critic_mini_batch_size=4"
 LIMITS = {
     "trainer.algorithm.kl_estimator_type=k9": "k1, k2, k3, abs",
@@ -405,6 +407,12 @@ LIMITS = {
     "generator.inference_engine.engine_init_kwargs.dtype=float32": "generator.inference_engine.model_dtype",
     "generator.inference_engine.engine_init_kwargs.max_modle_len=9": "did you mean 'max_model_len'",
     "trainer.algorithm.use_tis=true": "trainer.algorithm.tis_imp_ratio_cap=-1.0",
+    f"{DRAFTS} trainer.arctic_rl.device=cpu": "write null",
+    f"{SPECULATION}.method=mtp trainer.arctic_rl.device=cuda": f"{SPECULATION}.method=mtp: its drafts come from w",
+    f"{DRAFTS} trainer.arctic_rl.device=cuda generator.sampling_params.min_p=0.1": f"or write {SPECULATION}=null",
+    f"{DRAFTS} trainer.arctic_rl.device=cuda generator.eval_sampling_params.additional_kwargs.logit_bias.3=1.0": (
+        "generator.eval_sampling_params.additional_kwargs.logit_bias={'3': 1.0}: vLLM does not take it"
+    ),
 }
 
 
@@ -436,6 +444,8 @@ def test_a_value_that_cannot_be_honoured_is_refused(overrides):
         "generator.inference_engine.engine_init_kwargs.max_model_len=4096",
         "generator.inference_engine.engine_init_kwargs.enable_log_requests=true",
         "trainer.algorithm.use_tis=true trainer.algorithm.tis_imp_ratio_cap=2.0",
+        f"{DRAFTS} trainer.arctic_rl.device=cuda generator.sampling_params.top_k=20",
+        f"{DRAFTS} trainer.arctic_rl.device=cuda trainer.eval_interval=-1 generator.eval_sampling_params.min_p=0.1",
     ],
 )
 def test_values_near_the_limits_are_not(overrides):

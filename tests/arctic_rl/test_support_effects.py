@@ -122,6 +122,7 @@ EFFECTS = {
     "generator.inference_engine.max_num_batched_tokens": (777,),
     "generator.inference_engine.max_num_seqs": (77,),
     "generator.inference_engine.engine_init_kwargs": ({"max_model_len": 321},),
+    "generator.inference_engine.speculative_config": ({"method": "ngram", "num_speculative_tokens": 4}, *GPUS),
     "generator.n_samples_per_prompt": (3,),
 }
 """By setting, another value than the default, and overrides without which it would have no effect."""

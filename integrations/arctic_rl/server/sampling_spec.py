@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import json
 import os
@@ -11,6 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ..errors import UnsupportedError
+from .speculation import SETTING as SPECULATION
+from .speculation import speculation_problems
 from .weight_extension import WeightExtension
 
 PROTECTED_ENGINE_ARGS = {
@@ -23,6 +26,7 @@ PROTECTED_ENGINE_ARGS = {
     "skip_tokenizer_init": "stop strings need the tokenizer",
     "kv_cache_memory_bytes": "write trainer.arctic_rl.cpu_kv_cache_gib",
     "weight_transfer_config": "write trainer.arctic_rl.weight_sync",
+    **dict.fromkeys(("speculative_config", "spec_method", "spec_model", "spec_tokens"), f"write {SPECULATION}"),
 }
 
 
@@ -71,6 +75,8 @@ class SamplingSpec:
     """The engine's GPUs, as ``CUDA_VISIBLE_DEVICES`` names them; None = those that the process sees."""
     weight_transfer: Literal["nccl", "ipc"] | None = None
     """vLLM's transfer engine that weights come by; None = they come in files and parts."""
+    speculative_config: dict[str, Any] | None = None
+    """Speculative decoding by n-grams, as vLLM's argument of that name (``speculation``); None = none."""
 
     @property
     def gpus(self) -> int:
@@ -97,6 +103,10 @@ class SamplingSpec:
                     f"generator.inference_engine.{name}={getattr(self, name)} on CPUs: an engine is one process "
                     "there; write 1 and raise generator.inference_engine.num_engines"
                 )
+        if self.speculative_config is not None:
+            problems = speculation_problems(self.speculative_config, self.device)
+            if problems:
+                raise UnsupportedError("\n".join(map(str, problems)))
         for name in self.engine_kwargs:
             if name in PROTECTED_ENGINE_ARGS:
                 raise UnsupportedError(
@@ -194,6 +204,8 @@ def engine_arguments(spec: SamplingSpec, known: Iterable[str]) -> dict[str, Any]
         }
     if spec.weight_transfer is not None:
         arguments["weight_transfer_config"] = {"backend": spec.weight_transfer}
+    if spec.speculative_config is not None:
+        arguments["speculative_config"] = copy.deepcopy(spec.speculative_config)
     return arguments | spec.engine_kwargs
 
 

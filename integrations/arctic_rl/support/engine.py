@@ -10,8 +10,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from ..devices import device_here
 from ..server.sampling_spec import PROTECTED_ENGINE_ARGS
-from .entries import Entry, NoEffect, PartOf, Refused, on_cpus, ours, refusal, skyrls, under
+from ..server.speculation import SETTING, speculation_problems
+from .entries import EFFECT_TESTS, Entry, NoEffect, PartOf, Refused, on_cpus, ours, refusal, skyrls, under
 
 _PROCESSES = NoEffect("an engine's processes are on one node, children of its actor")
 _TRANSFER = NoEffect("trainer.arctic_rl.weight_sync says how weights reach the engines")
@@ -36,7 +38,6 @@ _TYPED = {
     "enable_return_routed_experts": "generator.inference_engine.enable_return_routed_experts",
     "language_model_only": "generator.inference_engine.language_model_only",
     "served_model_name": "generator.inference_engine.served_model_name",
-    "speculative_config": "generator.inference_engine.speculative_config",
     "enable_lora": "trainer.policy.model.lora.rank",
 }
 """Engine arguments that a setting of SkyRL's rules."""
@@ -68,6 +69,27 @@ def _engine_arguments(setting: str, value: Any, cfg: Any) -> Iterable[str]:
             close = difflib.get_close_matches(key, known, n=1)
             hint = f"did you mean {close[0]!r}?" if close else "leave it out"
             yield refusal(name, argument, "vLLM has no such engine argument", hint)
+
+
+def _speculation(setting: str, value: Any, cfg: Any) -> Iterable[str]:
+    if value is None:
+        return
+    problems = speculation_problems(value, device_here(cfg))
+    lines = [refusal(problem.name, problem.value, problem.why, problem.instead) for problem in problems]
+    yield from lines or _sampled_with_drafts(cfg)
+
+
+def _sampled_with_drafts(cfg: Any) -> Iterable[str]:
+    """What vLLM does not take together with drafts, request by request."""
+    names = ["sampling_params"] + (["eval_sampling_params"] if cfg.trainer.eval_interval > 0 else [])
+    for name in names:
+        section = vars(cfg.generator)[name]
+        additional = {} if section.additional_kwargs is None else section.additional_kwargs
+        given = {"min_p": section.min_p} | {f"additional_kwargs.{key}": item for key, item in additional.items()}
+        for key, item in given.items():
+            if key.rpartition(".")[2] in ("min_p", "logit_bias") and item:
+                why = "vLLM does not take it together with speculative decoding"
+                yield refusal(f"generator.{name}.{key}", item, why, f"leave it out, or write {SETTING}=null")
 
 
 _DELTA = (
@@ -120,7 +142,13 @@ ENGINE: dict[str, Entry] = under(
         "distributed_executor_backend": _PROCESSES,
         "language_model_only": Refused("multimodal models are not there yet", "write false and use a text model"),
         "engine_init_kwargs": ours("further arguments of vLLM's engine, as they are", limit=_engine_arguments),
-        "speculative_config": Refused("speculative decoding is not there yet", "write null"),
+        "speculative_config": ours(
+            "drafts by n-grams (method: ngram), which the policy checks: its own samples and log-probs, sooner; "
+            "engines on CPUs, and drafts by another model, are refused",
+            EFFECT_TESTS,
+            "tests/arctic_rl/server/test_speculation.py::test_log_probs_with_drafts_are_those_of_the_policy",
+            limit=_speculation,
+        ),
         "external_proxy_url": Refused("external servers are not there", "write null"),
         "external_server_urls": Refused("external servers are not there", "write null"),
         "enable_pd": Refused("engines of prefill or decoding only are not there", "write false"),

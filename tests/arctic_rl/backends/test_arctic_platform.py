@@ -381,6 +381,7 @@ ALGORITHM, ARCTIC, OPTIMIZER = "trainer.algorithm", "trainer.arctic_rl", "traine
         f"{ARCTIC}.max_engine_restarts=3",
         f"{ARCTIC}.worker_timeout_s=60",
         "generator.inference_engine.pipeline_parallel_size=2",
+        'generator.inference_engine.speculative_config={"method":"ngram","num_speculative_tokens":4}',
         "generator.max_turns=2",
         "generator.sampling_params.additional_kwargs={logit_bias:{'3':1.0}}",
         "trainer.update_ref_every_epoch=true",

@@ -37,6 +37,12 @@ def _built(specs: list[SamplingSpec]) -> list[dict[str, Any]]:
                 "block_size": config.cache_config.block_size,
                 "gpu_memory_utilization": config.cache_config.gpu_memory_utilization,
                 "rms_norm_eps": config.model_config.hf_config.rms_norm_eps,
+                "drafts": _drafts(config.speculative_config),
             }
         )
     return found
+
+
+def _drafts(speculative: Any) -> dict[str, Any] | None:
+    names = ("method", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max", "rejection_sample_method")
+    return None if speculative is None else {name: vars(speculative)[name] for name in names}

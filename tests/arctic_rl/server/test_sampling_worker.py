@@ -663,13 +663,15 @@ def test_odd_values_are_those_of_the_config_that_vllm_builds(tmp_path):
     for_gpus = {"tensor_parallel_size": 2, "enforce_eager": False, "gpu_memory_utilization": 0.37, "device": "cuda"}
     kwargs = {**raw, "enable_chunked_prefill": False}
     off = spec(model_path=str(tmp_path), **common, enable_prefix_caching=False, engine_kwargs=kwargs)
-    gpus = spec(model_path=str(tmp_path), **common, **for_gpus, engine_kwargs=raw)
+    drafts = {"method": "ngram", "num_speculative_tokens": 7, "prompt_lookup_min": 2, "prompt_lookup_max": 6}
+    gpus = spec(model_path=str(tmp_path), **common, **for_gpus, engine_kwargs=raw, speculative_config=drafts)
     on_cpus, on_gpus = built_configs([off, gpus])
     shared = {**common, "pipeline_parallel_size": 1, "block_size": 64, "rms_norm_eps": 0.25}
-    told = {"enable_prefix_caching": False, "enable_chunked_prefill": False, "enforce_eager": True}
+    told = {"enable_prefix_caching": False, "enable_chunked_prefill": False, "enforce_eager": True, "drafts": None}
     assert (shared | told).items() <= on_cpus.items()
     told = {"enable_prefix_caching": True, "enable_chunked_prefill": True, "enforce_eager": False}
     told |= {"tensor_parallel_size": 2, "gpu_memory_utilization": 0.37}
+    told["drafts"] = {**drafts, "rejection_sample_method": "standard"}
     assert (shared | told).items() <= on_gpus.items()
 
 

@@ -59,6 +59,11 @@ def _server(cfg: Any) -> Iterator[str]:
             f"generator.inference_engine.pipeline_parallel_size={engine.pipeline_parallel_size}: this server counts "
             "the GPUs of an engine by tensor_parallel_size alone: write 1"
         )
+    if engine.speculative_config is not None:
+        yield (
+            f"generator.inference_engine.speculative_config={engine.speculative_config}: this server is not told of "
+            "it: write null"
+        )
     if arctic.weight_sync is not None:
         yield f"{_ARCTIC}.weight_sync={arctic.weight_sync!r}: this server has one way of its own: leave it out"
     if arctic.comm_protocol != "http":
