@@ -16,7 +16,6 @@ __all__ = ["EqualRewardsMixin", "rows_of_equal_groups", "shifted_rewards"]
 
 _OUTCOME_ESTIMATORS = ("grpo", "rloo", "maxrl")
 """SkyRL's estimators that compare a sample's summed reward with its group's."""
-_AS_GIVEN = "rewards_as_given"
 
 
 def rows_of_equal_groups(rewards: torch.Tensor, uids: Sequence[Hashable], counted: Sequence[bool]) -> torch.Tensor:
@@ -55,7 +54,6 @@ class EqualRewardsMixin:
     * ``trainer.algorithm.zero_variance_filter`` sees summed rewards of tokens too; SkyRL's own filters rewards of
       whole responses only, which per-trajectory generation does not give.
     * The advantages of GRPO, RLOO and MAXRL are 0 in such a group.
-    * Dynamic sampling drops or replaces such a group, where SkyRL keeps it if the deviation is off by rounding.
     """
 
     def postprocess_generator_output(self, generator_output: Any, uids: list[str], *others: Any, **more: Any) -> Any:
@@ -96,37 +94,3 @@ class EqualRewardsMixin:
         for name in ("advantages", "returns"):
             data[name] = data[name].masked_fill(equal[:, None], 0)
         return data
-
-    def handle_dynamic_sampling(self, generator_output: Any, uids: list[str]) -> Any:
-        """SkyRL's dynamic sampling, on rewards whose deviation is exactly 0 in a group of equal ones.
-
-        A batch of which filtering keeps nothing is sampled again, where SkyRL's own ends in a failed assertion.
-
-        Raises:
-            RuntimeError: ``max_sample_batches`` batches were not enough.
-        """
-        given = dict(generator_output)
-        given[_AS_GIVEN] = generator_output["rewards"]
-        given["rewards"] = shifted_rewards(generator_output["rewards"], uids)
-        if self._keeps_nothing(given["rewards"]):
-            self._count_sampled_batch()
-            return generator_output, uids, True
-        output, uids, keep_sampling = super().handle_dynamic_sampling(given, uids)
-        output = dict(output)
-        output["rewards"] = output.pop(_AS_GIVEN)
-        return output, uids, keep_sampling
-
-    def _keeps_nothing(self, rewards: list[float]) -> bool:
-        filtering = self.cfg.trainer.algorithm.dynamic_sampling.type == "filter"
-        return filtering and self.cfg.generator.n_samples_per_prompt > 1 and not any(rewards)
-
-    def _count_sampled_batch(self) -> None:
-        if self.dynamic_sampling_state is None:
-            self.dynamic_sampling_state = {"sample_batch_count": 0}
-        self.dynamic_sampling_state["sample_batch_count"] += 1
-        limit = self.cfg.trainer.algorithm.dynamic_sampling.max_sample_batches
-        if 0 < limit <= self.dynamic_sampling_state["sample_batch_count"]:
-            raise RuntimeError(
-                f"trainer.algorithm.dynamic_sampling.max_sample_batches={limit} batches held too few prompts whose "
-                "samples earn different rewards: choose other questions, or write a larger number"
-            )

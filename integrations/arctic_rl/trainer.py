@@ -12,6 +12,7 @@ from skyrl.train.utils.callbacks import CallbackInput, TrainingCallback, Trainin
 from .backends.base import RemoteBackend
 from .backends.loop_thread import LoopThread
 from .dispatch import ArcticDispatch
+from .dynamic_sampling import DynamicSamplingMixin
 from .equal_rewards import EqualRewardsMixin
 from .horizon import horizon
 from .resume import ResumeMixin
@@ -23,7 +24,7 @@ from .unjudged import JudgedBaselineMixin
 METRICS_NAME = "metrics.jsonl"
 
 
-class ArcticTrainerMixin(ResumeMixin, JudgedBaselineMixin, EqualRewardsMixin):
+class ArcticTrainerMixin(ResumeMixin, JudgedBaselineMixin, EqualRewardsMixin, DynamicSamplingMixin):
     """Put before the class of the trainer that an experiment built, ``RayPPOTrainer`` or a recipe's own.
 
     ``build_models`` and ``update_ref_with_policy`` are replaced; the loop, advantages, mini-batches and logging stay

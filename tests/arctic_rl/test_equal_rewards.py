@@ -1,11 +1,9 @@
-"""Groups of equal rewards: advantages, the zero-variance filter and dynamic sampling, in SkyRL's own trainer."""
-
-import copy
+"""Groups of equal rewards: advantages and the zero-variance filter, in SkyRL's own trainer."""
 
 import pytest
 import torch
 
-from integrations.arctic_rl.equal_rewards import rows_of_equal_groups, shifted_rewards
+from integrations.arctic_rl.equal_rewards import rows_of_equal_groups
 from integrations.arctic_rl.trainer import ArcticTrainerMixin
 
 REWARDS = (0.1, 0.7, 1.0)
@@ -137,62 +135,3 @@ def test_nothing_is_filtered_unasked():
     result, _ = trainer.postprocess_generator_output(output(per_token(TOTALS, LENGTHS), LENGTHS), UIDS)
     assert all(sum(mask) for mask in result["loss_masks"])
     assert "reward/num_zero_variance_filtered" not in trainer.all_metrics
-
-
-def sampler(kind, *more, batch=2):
-    return make_trainer(
-        f"trainer.algorithm.dynamic_sampling.type={kind}",
-        f"trainer.train_batch_size={batch}",
-        "generator.n_samples_per_prompt=3",
-        *more,
-    )
-
-
-@pytest.mark.parametrize("form", ["responses", "tokens"])
-def test_filtering_collects_groups_that_differ(form):
-    """0.1 three times has a deviation of 1.4e-17 in NumPy."""
-    trainer = sampler("filter")
-    kept_rewards = []
-    for batch in range(2):
-        totals = [0.1, 0.1, 0.1, 0.2 + batch, 0.1, 0.1]
-        rewards = totals if form == "responses" else per_token(totals, LENGTHS)
-        uids = [f"{uid}{batch}" for uid in UIDS]
-        result, kept, again = trainer.handle_dynamic_sampling(output(rewards, LENGTHS), uids)
-        kept_rewards += rewards[3:]
-        assert again == (batch == 0)
-    assert kept == ["b0"] * 3 + ["b1"] * 3
-    assert result["rewards"] == kept_rewards
-    assert "rewards_as_given" not in result
-    assert trainer.dynamic_sampling_state is None
-
-
-def test_replacing_takes_the_place_of_groups_that_do_not_differ():
-    trainer = sampler("replace")
-    rewards = per_token(TOTALS, LENGTHS)
-    result, uids, again = trainer.handle_dynamic_sampling(output(rewards, LENGTHS), UIDS)
-    assert (uids, again) == (["b"] * 6, False)
-    assert result["rewards"] == rewards[3:] * 2
-    trainer = sampler("replace", "trainer.algorithm.dynamic_sampling.min_replace_ratio=0.6")
-    assert trainer.handle_dynamic_sampling(output(rewards, LENGTHS), UIDS)[2]
-
-
-def test_a_batch_without_any_group_that_differs_is_sampled_again_until_the_limit():
-    equal = output(per_token([0.1] * 6, LENGTHS), LENGTHS)
-    trainer = sampler("filter", "trainer.algorithm.dynamic_sampling.max_sample_batches=3")
-    for _ in range(2):
-        assert trainer.handle_dynamic_sampling(equal, UIDS)[2]
-    with pytest.raises(RuntimeError, match="max_sample_batches=3"):
-        trainer.handle_dynamic_sampling(equal, UIDS)
-    trainer = sampler("filter", batch=1)
-    assert trainer.handle_dynamic_sampling(equal, UIDS)[2]
-    result, kept, again = trainer.handle_dynamic_sampling(output(per_token(TOTALS, LENGTHS), LENGTHS), UIDS)
-    assert (kept, again) == (["b"] * 3, False)
-    assert len(result["response_ids"]) == 3
-
-
-def test_the_callers_output_is_left_alone():
-    given = output(per_token(TOTALS, LENGTHS), LENGTHS)
-    before = copy.deepcopy(given)
-    sampler("filter", batch=1).handle_dynamic_sampling(given, UIDS)
-    assert given == before
-    assert shifted_rewards(given["rewards"], UIDS) == [0.0, 0.0, 0.0, 0.0, -0.4, -0.4]

@@ -144,6 +144,7 @@ def _correction_cap(setting: str, value: Any, cfg: Any) -> Iterable[str]:
 
 
 _EQUAL_REWARDS_TESTS = "tests/arctic_rl/test_equal_rewards.py::"
+_DYNAMIC_SAMPLING_TESTS = "tests/arctic_rl/test_dynamic_sampling.py::"
 
 
 _OWN = "tests/arctic_rl/test_support_algorithm.py::"
@@ -264,7 +265,11 @@ _ENTRIES: dict[str, Entry] = under(
         "enable_sample_support_replay": Refused("the sampler's support is not replayed", "write false"),
         "value_clip": ours("how far a value may move from the old one before that stops paying", idle=without_critic),
         "dynamic_sampling.type": skyrls(
-            "prompts sampled again until groups differ", f"{_TRAINER}.train", limit=one_of(None, "filter", "replace")
+            "prompts sampled again until groups differ",
+            f"{_TRAINER}.train",
+            f"{_DYNAMIC_SAMPLING_TESTS}test_filtering_collects_groups_that_differ",
+            f"{_DYNAMIC_SAMPLING_TESTS}test_replacing_takes_the_place_of_groups_that_do_not_differ",
+            limit=one_of(None, "filter", "replace"),
         ),
         "dynamic_sampling.max_sample_batches": skyrls(
             "batches sampled at most", f"{_TRAINER}.handle_dynamic_sampling", idle=_resampling
