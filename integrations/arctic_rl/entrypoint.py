@@ -124,7 +124,7 @@ def run(cfg: Any, experiment_class: type | None = None) -> None:
 @contextlib.contextmanager
 def cleaned_up() -> Iterator[str]:
     """Surrounds a run: gives it an id, and stops at its end every process that carries the id, and Ray if it was not
-    there before. SIGTERM interrupts what is inside as ctrl-C does.
+    there before; removes what the run left in shared memory. SIGTERM interrupts what is inside as ctrl-C does.
 
     Raises:
         ArcticError: when it is interrupted.
@@ -132,6 +132,7 @@ def cleaned_up() -> Iterator[str]:
     import ray
 
     from .server.process import kill_run
+    from .server.run_directory import remove_run_directories
 
     run_id = uuid.uuid4().hex[:12]
     started_ray = not ray.is_initialized()
@@ -144,6 +145,7 @@ def cleaned_up() -> Iterator[str]:
         if started_ray:
             ray.shutdown()
         kill_run(run_id)
+        remove_run_directories(run_id)
         signal.signal(signal.SIGTERM, previous)
 
 
@@ -237,9 +239,11 @@ def await_task(task: Any) -> Any:
         cancel_task(task)
         raise
     except ray.exceptions.RayTaskError as error:
+        check_node(node)
         cause = error.cause if isinstance(error.cause, Exception) else error
         raise ArcticError(f"the run failed: {type(cause).__name__}: {cause}") from error
     except ray.exceptions.RayError as error:
+        check_node(node)
         raise ArcticError(f"the run's own process failed: {error}") from error
 
 

@@ -12,14 +12,16 @@ if TYPE_CHECKING:
 NAMES = ("gcs_server", "raylet")
 
 
-def node_processes() -> list[psutil.Process]:
-    """Those of this process's children; none where it joined a Ray that was up already, which looks after itself."""
+def node_processes() -> list[tuple[str, psutil.Process]]:
+    """This process's children among them, with their names; none where it joined a Ray that was up already, which
+    looks after itself."""
     import psutil
 
-    return [child for child in psutil.Process().children(recursive=True) if child.name() in NAMES]
+    children = psutil.Process().children(recursive=True)
+    return [(name, child) for child in children if (name := child.name()) in NAMES]
 
 
-def check_node(processes: list[psutil.Process]) -> None:
+def check_node(processes: list[tuple[str, psutil.Process]]) -> None:
     """Raise once one of the processes is gone.
 
     Ray itself takes a minute to notice that its control process is gone, and leaves a driver waiting for ever.
@@ -29,9 +31,9 @@ def check_node(processes: list[psutil.Process]) -> None:
     """
     import psutil
 
-    for process in processes:
+    for name, process in processes:
         if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
             raise ArcticError(
-                f"a process of Ray's own ({process.pid}, one of {' and '.join(NAMES)}) was killed or crashed, and the "
-                "run cannot go on without it; Ray's logs are in the folder session_latest/logs of its temporary folder"
+                f"a process of Ray's own, {name} ({process.pid}), was killed or crashed, and the run cannot go on "
+                "without it; Ray's logs are in the folder session_latest/logs of its temporary folder"
             )

@@ -3,7 +3,9 @@ import sys
 
 import psutil
 import pytest
+import ray
 
+from integrations.arctic_rl.entrypoint import await_task
 from integrations.arctic_rl.errors import ArcticError
 from integrations.arctic_rl.node_watch import check_node, node_processes
 
@@ -22,14 +24,37 @@ def raylet():
 
 def test_a_run_ends_with_a_process_of_the_node_that_it_started(raylet):
     processes = node_processes()
-    assert raylet.pid in [process.pid for process in processes]
+    assert raylet.pid in [process.pid for name, process in processes if name == "raylet"]
     check_node(processes)
     raylet.kill()
     while psutil.Process(raylet.pid).status() != psutil.STATUS_ZOMBIE:
         pass
-    with pytest.raises(ArcticError, match=f"{raylet.pid}, one of gcs_server and raylet"):
+    with pytest.raises(ArcticError, match=rf"raylet \({raylet.pid}\), was killed"):
         check_node(processes)
     raylet.wait()
     with pytest.raises(ArcticError, match="cannot go on without it"):
         check_node(processes)
     check_node([])
+
+
+@pytest.mark.parametrize("error", [ray.exceptions.NodeDiedError("gone"), ray.exceptions.RaySystemError("gone")])
+def test_what_died_with_a_process_of_the_node_is_not_blamed(raylet, monkeypatch, error):
+    def ended(task):
+        raylet.kill()
+        raylet.wait()
+        raise error
+
+    monkeypatch.setattr(ray, "wait", lambda tasks, timeout: (tasks, []))
+    monkeypatch.setattr(ray, "get", ended)
+    with pytest.raises(ArcticError, match=rf"raylet \({raylet.pid}\), was killed"):
+        await_task(object())
+
+
+def test_a_task_that_died_alone_is_named(monkeypatch):
+    def ended(task):
+        raise ray.exceptions.WorkerCrashedError
+
+    monkeypatch.setattr(ray, "wait", lambda tasks, timeout: (tasks, []))
+    monkeypatch.setattr(ray, "get", ended)
+    with pytest.raises(ArcticError, match="the run's own process failed"):
+        await_task(object())

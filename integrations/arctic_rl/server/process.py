@@ -12,6 +12,8 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
+from .run_directory import remove_run_directories
+
 if TYPE_CHECKING:
     import psutil
 
@@ -32,17 +34,18 @@ def redirect_output(log_file: str) -> None:
 
 
 def end_with_parent() -> None:
-    """In a process of a run, end within a second or so of the end of the process that started it, a node's raylet.
+    """In a process of a run, end within a second or so of the end of the process that started it, a node's raylet, and
+    remove the run's folder in shared memory.
 
     Ray's own workers take a minute to notice that their raylet and the control process are gone. Its agents, which
     try for a minute to report it, are ended too where the driver of the run had started that raylet.
     """
     if RUN_ID_VARIABLE in os.environ:
-        arguments = (os.getppid(),)
+        arguments = (os.getppid(), os.environ[RUN_ID_VARIABLE])
         threading.Thread(target=_end_with, args=arguments, name="arctic-orphan-check", daemon=True).start()
 
 
-def _end_with(parent: int) -> None:
+def _end_with(parent: int, run_id: str) -> None:
     import psutil
 
     agents = _agents(parent)
@@ -51,6 +54,7 @@ def _end_with(parent: int) -> None:
     for agent in agents:
         with contextlib.suppress(psutil.Error):
             agent.kill()
+    remove_run_directories(run_id)
     os._exit(1)
 
 

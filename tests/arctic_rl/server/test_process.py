@@ -6,7 +6,7 @@ import time
 import psutil
 import pytest
 
-from integrations.arctic_rl.backends.builtin import cluster
+from integrations.arctic_rl.server import run_directory
 from integrations.arctic_rl.server.process import RUN_ID_VARIABLE, kill_run, log_tail
 
 TRACKER = "import time; time.sleep(1.0)  # resource_tracker"
@@ -70,16 +70,32 @@ def test_a_log_tail_without_a_file_says_so(tmp_path):
 
 @pytest.fixture
 def shared_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(cluster.os, "access", lambda *_: False)
-    monkeypatch.setattr(cluster.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(run_directory, "_base", lambda: tmp_path)
     return tmp_path
 
 
 def test_folders_of_dead_runs_are_removed_and_others_kept(shared_memory):
     dead = next(pid for pid in range(300_000, 10**6) if not psutil.pid_exists(pid))
     for owner in (dead, os.getpid()):
-        (shared_memory / f"{cluster.RUN_DIRECTORY_PREFIX}{owner}-x-y").mkdir()
-    fresh = cluster.run_directory("z")
+        (shared_memory / f"{run_directory.PREFIX}{owner}-x-y").mkdir()
+    (shared_memory / f"{run_directory.PREFIX}another").mkdir()
+    fresh = run_directory.run_directory("z")
     left = sorted(path.name.split("-")[2] for path in shared_memory.iterdir())
-    assert left == [str(os.getpid())] * 2
+    assert left == [*[str(os.getpid())] * 2, "another"]
     assert os.path.isdir(fresh)
+    with open(f"{fresh}/weights", "w") as file:
+        file.write("many")
+    run_directory.remove_run_directories("z")
+    assert not os.path.exists(fresh) and len(list(shared_memory.iterdir())) == 2
+
+
+def test_a_killed_run_leaves_nothing_in_shared_memory(monkeypatch):
+    """Its processes remove it when the one that started them is gone."""
+    monkeypatch.setenv(RUN_ID_VARIABLE, "run-e")
+    folder = run_directory.run_directory("run-e")
+    with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True) as parent:
+        child = psutil.Process(int(parent.stdout.readline()))
+        assert os.path.isdir(folder)
+        parent.kill()
+    _, alive = psutil.wait_procs([child], timeout=20)
+    assert alive == [] and not os.path.exists(folder)

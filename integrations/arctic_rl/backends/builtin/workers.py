@@ -15,12 +15,13 @@ from ...errors import ArcticError
 from ...placement import PlacementPlan, WorkerPlacement, placement_request, plan_placement
 from ...server.placement_groups import Reservation, release, reserve
 from ...server.process import RUN_ID_VARIABLE, kill_processes, log_tail
+from ...server.run_directory import run_directory
 from ...server.sampling_worker import SamplingWorker
 from ...server.specs import ServerConfig
 from ...server.training_worker import TrainingWorker
 from ...server.weight_sync import SyncPlan, plan_sync
 from ..handle import BackendHandle
-from .cluster import describe_cluster, own_node, run_directory
+from .cluster import describe_cluster, own_node
 
 logger = logging.getLogger(__name__)
 
