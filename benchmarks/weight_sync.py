@@ -33,7 +33,7 @@ import torch
 from benchmarks.engines import EngineProcess, Peak, engine_spec, engines, tokenizer_for
 from benchmarks.packing import small_model
 from benchmarks.report import at_least, print_line
-from integrations.arctic_rl.server.specs import OptimizerSpec, TrainingSpec
+from integrations.arctic_rl.client import ClientConfig
 from integrations.arctic_rl.server.weight_sync.buckets import plan_buckets
 from integrations.arctic_rl.server.weight_sync.sender import WeightSender
 from integrations.arctic_rl.server.weights import iter_weights, segment_at, weights_root
@@ -195,22 +195,7 @@ def zero3_memory(model_path: str, root: str) -> bool:
     torch.set_num_threads(1)
     _return_freed_memory()
     _init_distributed("cpu")
-    optimizer = OptimizerSpec(1e-6, (0.9, 0.999), 0.0, 1.0, "constant", 0)
-    spec = TrainingSpec(
-        role="policy",
-        model_path=model_path,
-        dtype=DTYPE,
-        zero_stage=3,
-        optimizer=optimizer,
-        gradient_checkpointing=False,
-        gradient_checkpointing_use_reentrant=False,
-        seed=0,
-        device="cpu",
-        threads=1,
-        processor_modules=(),
-        loss_fn=None,
-        use_zorro=False,
-    )
+    spec = ClientConfig(model_path, dtype=DTYPE, zero_stage=3, use_zorro=False).server_config().policy
     engine, _ = initialize_engine(load_model(spec), spec)
     return _print_memory(
         "low_memory_peak_zero3", WeightSender(engine, 3, 0), Path(root) / "zero3", gather_peak(engine)

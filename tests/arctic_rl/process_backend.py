@@ -5,7 +5,6 @@ import logging
 import multiprocessing
 import os
 import random
-import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from integrations.arctic_rl.server.checkpoint import check_shares
 from integrations.arctic_rl.server.specs import TrainingSpec
 from integrations.arctic_rl.server.weight_sync import low_memory
 from integrations.arctic_rl.server.weight_sync.run import SyncRun
+from tests.arctic_rl.gloo_ranks import free_port
 from tests.arctic_rl.in_process_backend import shards_of
 
 
@@ -30,9 +30,7 @@ class RankProcesses:
     def __init__(self, world_size: int, folder: Path) -> None:
         context = multiprocessing.get_context("spawn")
         self.world_size = world_size
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         self._pipes, self._processes = [], []
         for rank in range(world_size):
             ours, theirs = context.Pipe()

@@ -11,40 +11,13 @@ import torch
 from integrations.arctic_rl.backends.builtin import BuiltinBackend, workers
 from integrations.arctic_rl.errors import ArcticError
 from integrations.arctic_rl.placement import ClusterDescription, Node
-from integrations.arctic_rl.server.sampling_spec import SamplingSpec
-from integrations.arctic_rl.server.specs import OptimizerSpec, ServerConfig, TrainingSpec
+from integrations.arctic_rl.server.specs import ServerConfig
 from integrations.arctic_rl.server.weights import TensorSpec, declare, read_manifest, write_weights
 from integrations.arctic_rl.wire.body import decode, encode_answer
 from integrations.arctic_rl.zorro.cost import CostModel
+from tests.arctic_rl.specs import sampling_spec, training_spec
 
-TRAINED = TrainingSpec(
-    role="policy",
-    model_path="a-model",
-    dtype="float32",
-    zero_stage=2,
-    optimizer=OptimizerSpec(1e-3, (0.9, 0.999), 0.0, 1.0, "constant", 0),
-    gradient_checkpointing=False,
-    gradient_checkpointing_use_reentrant=False,
-    seed=0,
-    device="cpu",
-    threads=1,
-    processor_modules=(),
-    loss_fn=None,
-)
-SAMPLING = SamplingSpec(
-    model_path="a-model",
-    dtype="float32",
-    tensor_parallel_size=1,
-    max_model_len=None,
-    max_num_seqs=8,
-    max_num_batched_tokens=64,
-    enable_prefix_caching=True,
-    enforce_eager=True,
-    device="cpu",
-    cpu_kv_cache_gib=0.1,
-    gpu_memory_utilization=0.8,
-    seed=0,
-)
+TRAINED = training_spec(zero_stage=2)
 
 
 class ActorDiedError(Exception):
@@ -279,7 +252,7 @@ def fake_backend(monkeypatch, tmp_path, *, engines=2, most=8, timeout_s=30.0, st
         policy=TRAINED,
         critic=dataclasses.replace(TRAINED, role="critic", value_head="value_head"),
         reference=dataclasses.replace(TRAINED, role="ref"),
-        sampling=SAMPLING,
+        sampling=sampling_spec(),
         policy_ranks=2,
         critic_ranks=1,
         ref_ranks=1,

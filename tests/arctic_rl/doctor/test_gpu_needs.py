@@ -9,8 +9,8 @@ from integrations.arctic_rl.doctor.machine import Machine
 from integrations.arctic_rl.doctor.memory import GIB, TRAINER_PROCESSES, TRAINING_PROCESS, training_memory
 from integrations.arctic_rl.doctor.model_size import ModelSize
 from integrations.arctic_rl.placement import PlacementPlan, WorkerPlacement
-from integrations.arctic_rl.server.sampling_spec import SamplingSpec
-from integrations.arctic_rl.server.specs import OptimizerSpec, ServerConfig, TrainingSpec
+from integrations.arctic_rl.server.specs import ServerConfig
+from tests.arctic_rl.specs import sampling_spec, training_spec
 
 COUNT = 8_190_735_360
 SIZE = ModelSize(COUNT, COUNT, layers=36, hidden=4096, query=4096, key=1024, mlp=12288, positions=40960)
@@ -20,34 +20,22 @@ MACHINE = Machine(
 
 
 def config_of(block=None, *, colocate=True, utilization=0.8, tensor_parallel=1):
-    policy = TrainingSpec(
-        role="policy",
-        model_path="none",
+    policy = training_spec(
         dtype="bfloat16",
         zero_stage=3,
-        optimizer=OptimizerSpec(1e-6, (0.9, 0.999), 0.0, 1.0, "constant", 0),
         gradient_checkpointing=True,
-        gradient_checkpointing_use_reentrant=False,
-        seed=0,
         device="cuda",
-        threads=1,
-        processor_modules=(),
-        loss_fn=None,
         deepspeed={"zero_optimization": block} if block else {},
     )
-    sampling = SamplingSpec(
-        model_path="none",
+    sampling = sampling_spec(
         dtype="bfloat16",
         tensor_parallel_size=tensor_parallel,
         max_model_len=16384,
         max_num_seqs=64,
         max_num_batched_tokens=8192,
-        enable_prefix_caching=True,
         enforce_eager=False,
         device="cuda",
-        cpu_kv_cache_gib=1.0,
         gpu_memory_utilization=utilization,
-        seed=0,
     )
     counts = {"policy_ranks": 8, "ref_ranks": 0, "engines": 8 // tensor_parallel, "max_cpu_workers": 4}
     more = {"sync_dtype": "bfloat16", "log_dir": "", "run_id": "", "startup_timeout_s": 1.0, "shutdown_timeout_s": 1.0}

@@ -1,14 +1,12 @@
 """Two gloo processes with real DeepSpeed engines that take plain SGD steps, and the weights they end with."""
 
-import os
-import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
+
+from tests.arctic_rl.gloo_ranks import run_two_ranks
 
 STAGES = (0, 2, 3)
 UPDATES = 2
@@ -25,10 +23,7 @@ def on_two_ranks(folder: Path, model_of: Callable[[int], torch.nn.Module], step:
         model_of: picklable; a stage's model, the same on both ranks.
         step: picklable; gets the engine and the rank, runs backward and returns the loss.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    mp.spawn(_rank, (str(folder), port, model_of, step), nprocs=2)
+    run_two_ranks(_rank, folder, model_of, step)
     return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in (0, 1)]
 
 
@@ -55,13 +50,9 @@ def assert_plain_updates(
             assert (weights[name] - parameter).norm() <= 1e-4 * change.norm(), name
 
 
-def _rank(rank: int, folder: str, port: int, model_of: Callable, step: Callable) -> None:
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    torch.set_num_threads(1)
+def _rank(rank: int, folder: str, model_of: Callable, step: Callable) -> None:
     import deepspeed
 
-    deepspeed.init_distributed("gloo")
     results: Results = {}
     for stage in STAGES:
         config = {
@@ -84,4 +75,3 @@ def _rank(rank: int, folder: str, port: int, model_of: Callable, step: Callable)
                 weights[name] = parameter.detach().clone()
         results[stage] = (loss, weights)
     torch.save(results, Path(folder) / f"rank{rank}.pt")
-    dist.destroy_process_group()

@@ -10,33 +10,18 @@ from integrations.arctic_rl.errors import UnsupportedError
 from integrations.arctic_rl.processors.value_loss import is_value_model
 from integrations.arctic_rl.server.critic import load_value_model, value_model_class
 from integrations.arctic_rl.server.engine import load_model
-from integrations.arctic_rl.server.specs import OptimizerSpec, TrainingSpec
 from tests.arctic_rl.processors.helpers import tiny_model
 from tests.arctic_rl.skyrl_critic import load_skyrls, value_model
+from tests.arctic_rl.specs import training_spec
 
 ATTENTION = "sdpa"
 IDS = torch.tensor([[3, 5, 7, 9, 11]])
 
 
 def spec(path, *, head="value_head", fresh=False, seed=3, **changes):
-    optimizer = OptimizerSpec(1e-3, (0.9, 0.999), 0.0, 1.0, "constant", 0)
-    values = {
-        "role": "critic",
-        "model_path": str(path),
-        "dtype": "float32",
-        "zero_stage": 2,
-        "optimizer": optimizer,
-        "gradient_checkpointing": True,
-        "gradient_checkpointing_use_reentrant": False,
-        "seed": seed,
-        "device": "cpu",
-        "threads": 1,
-        "processor_modules": (),
-        "loss_fn": None,
-        "value_head": head,
-        "fresh_value_head": fresh,
-    }
-    return TrainingSpec(**(values | changes))
+    values = {"role": "critic", "zero_stage": 2, "gradient_checkpointing": True, "seed": seed}
+    values |= {"value_head": head, "fresh_value_head": fresh}
+    return training_spec(path, **(values | changes))
 
 
 @pytest.fixture(scope="module", params=["qwen3", "llama"])

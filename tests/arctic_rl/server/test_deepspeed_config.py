@@ -4,8 +4,6 @@ import dataclasses
 import gc
 import itertools
 import json
-import os
-import socket
 import warnings
 
 import pytest
@@ -25,25 +23,14 @@ from integrations.arctic_rl.server.deepspeed_config import (
 )
 from integrations.arctic_rl.server.plain import from_plain
 from integrations.arctic_rl.server.specs import OptimizerSpec, TrainingSpec
+from tests.arctic_rl.gloo_ranks import run_two_ranks
 from tests.arctic_rl.processors.helpers import tiny_model
+from tests.arctic_rl.specs import training_spec
 
 
 def spec(block, *, stage=2, dtype="float32", norm=0.5, role="policy"):
-    return TrainingSpec(
-        role=role,
-        model_path="tiny",
-        dtype=dtype,
-        zero_stage=stage,
-        optimizer=OptimizerSpec(1e-2, (0.9, 0.99), 0.1, norm, "constant", 0),
-        gradient_checkpointing=False,
-        gradient_checkpointing_use_reentrant=False,
-        seed=1,
-        device="cpu",
-        threads=1,
-        processor_modules=(),
-        loss_fn=None,
-        deepspeed=block,
-    )
+    optimizer = OptimizerSpec(1e-2, (0.9, 0.99), 0.1, norm, "constant", 0)
+    return training_spec(role=role, dtype=dtype, zero_stage=stage, optimizer=optimizer, deepspeed=block)
 
 
 def refused(block, **keywords):
@@ -234,16 +221,9 @@ def storages():
     return {storage.data_ptr(): storage for storage in held if storage.nbytes()}
 
 
-def _measure(rank, folder, port):
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    torch.set_num_threads(1)
-    import deepspeed
-
+def _measure(rank, folder):
     from integrations.arctic_rl.server.engine import initialize_engine
-    from integrations.arctic_rl.server.training_worker import _init_distributed
 
-    _init_distributed("cpu")
     found = {}
     for stage, dtype in HELD:
         block = {"zero_optimization": {"reduce_bucket_size": 1000}} if stage else {}
@@ -258,16 +238,12 @@ def _measure(rank, folder, port):
         found[stage, dtype] = parameters, held
         engine.destroy()
     torch.save(found, f"{folder}/held{rank}.pt")
-    deepspeed.comm.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
 def held(tmp_path_factory):
     folder = tmp_path_factory.mktemp("held")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    torch.multiprocessing.spawn(_measure, (str(folder), port), nprocs=2)
+    run_two_ranks(_measure, folder)
     return torch.load(folder / "held0.pt")
 
 
@@ -275,17 +251,10 @@ def loss_of(model, rows):
     return model(input_ids=rows, labels=rows, use_cache=False).loss
 
 
-def _rank(rank, folder, port):
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    torch.set_num_threads(1)
-    import deepspeed
-
+def _rank(rank, folder):
     from integrations.arctic_rl.server.checkpoint import engine_pieces, refresh_model
     from integrations.arctic_rl.server.engine import full_parameters, initialize_engine
-    from integrations.arctic_rl.server.training_worker import _init_distributed
 
-    _init_distributed("cpu")
     results = {}
     for stage, variants in VARIANTS.items():
         for name, block in variants.items():
@@ -319,16 +288,12 @@ def _rank(rank, folder, port):
         weights = {key: value.float() for key, value in full_parameters(engine, stage)}
         results[stage, "many"] = built_settings(engine), weights, float(engine.get_global_grad_norm())
     torch.save(results, f"{folder}/rank{rank}.pt")
-    deepspeed.comm.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory):
     folder = tmp_path_factory.mktemp("engines")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    torch.multiprocessing.spawn(_rank, (str(folder), port), nprocs=2)
+    run_two_ranks(_rank, folder)
     return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in (0, 1)]
 
 

@@ -11,17 +11,12 @@ from integrations.arctic_rl.processors.pipeline import run_pipeline
 from integrations.arctic_rl.server import kernel_settings, liger
 from integrations.arctic_rl.server.engine import InferenceEngine, load_model
 from integrations.arctic_rl.server.kernel_settings import ATTENTIONS, check_attention_package
-from integrations.arctic_rl.server.specs import OptimizerSpec, TrainingSpec
 from tests.arctic_rl.processors.helpers import tiny_model
-
-OPTIMIZER = OptimizerSpec(1e-3, (0.9, 0.99), 0.0, 1.0, "constant", 0)
+from tests.arctic_rl.specs import training_spec
 
 
 def spec(**changes):
-    values = {"role": "policy", "model_path": "tiny", "dtype": "float32", "zero_stage": 0, "optimizer": OPTIMIZER}
-    values |= {"gradient_checkpointing": False, "gradient_checkpointing_use_reentrant": False, "seed": 1}
-    values |= {"device": "cpu", "threads": 1, "processor_modules": (), "loss_fn": None, "use_zorro": False}
-    return TrainingSpec(**(values | changes))
+    return training_spec(**({"use_zorro": False} | changes))
 
 
 @pytest.mark.parametrize(

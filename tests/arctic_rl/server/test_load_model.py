@@ -1,6 +1,5 @@
 """Which attention a training worker's model is loaded with."""
 
-import dataclasses
 import logging
 from types import SimpleNamespace
 
@@ -12,12 +11,10 @@ from transformers import AutoConfig, BloomConfig, BloomForCausalLM, LlamaConfig,
 from integrations.arctic_rl.errors import ArcticError, UnsupportedError
 from integrations.arctic_rl.server.engine import InferenceEngine, load_model
 from integrations.arctic_rl.server.hf_export import export_model
-from integrations.arctic_rl.server.specs import OptimizerSpec, TrainingSpec
+from integrations.arctic_rl.server.specs import TrainingSpec
 from integrations.arctic_rl.server.weights import model_tensors
+from tests.arctic_rl.specs import training_spec
 
-OPTIMIZER = OptimizerSpec(
-    lr=1e-3, betas=(0.9, 0.99), weight_decay=0.0, max_grad_norm=1.0, scheduler="constant", num_warmup_steps=0
-)
 SIZES = {
     "vocab_size": 64,
     "hidden_size": 16,
@@ -35,21 +32,7 @@ def spec_of(tmp_path):
         torch.manual_seed(0)
         config = LlamaConfig(**SIZES, attention_dropout=dropout, rope_parameters=rope)
         LlamaForCausalLM(config).save_pretrained(folder)
-        spec = TrainingSpec(
-            role="policy",
-            model_path=str(folder),
-            dtype="float32",
-            zero_stage=0,
-            optimizer=OPTIMIZER,
-            gradient_checkpointing=False,
-            gradient_checkpointing_use_reentrant=False,
-            seed=0,
-            device="cpu",
-            threads=1,
-            processor_modules=(),
-            loss_fn=None,
-        )
-        return dataclasses.replace(spec, **changes)
+        return training_spec(**({"model_path": folder} | changes))
 
     return build
 

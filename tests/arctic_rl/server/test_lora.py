@@ -27,6 +27,7 @@ from integrations.arctic_rl.server.training_worker import TrainingWorker
 from integrations.arctic_rl.server.weight_sync.sender import WeightSender
 from integrations.arctic_rl.server.weights import compare_manifest, model_tensors, read_manifest
 from integrations.arctic_rl.zorro.attention import SHARED_ATTENTION
+from tests.arctic_rl import specs
 from tests.arctic_rl.processors.helpers import FakeEngine, tiny_model
 from tests.arctic_rl.skyrl_critic import load_skyrls
 from tests.arctic_rl.skyrl_reference import action_log_probs, rollout_batch, with_adapters
@@ -47,22 +48,7 @@ def path(request, tmp_path_factory):
 
 def training_spec(path, **changes):
     lora = dataclasses.replace(PLAIN, **{name: changes.pop(name) for name in [*changes] if name in vars(PLAIN)})
-    values = {
-        "role": "policy",
-        "model_path": path,
-        "dtype": "float32",
-        "zero_stage": 0,
-        "optimizer": OPTIMIZER,
-        "gradient_checkpointing": False,
-        "gradient_checkpointing_use_reentrant": False,
-        "seed": SEED,
-        "device": "cpu",
-        "threads": 1,
-        "processor_modules": (),
-        "loss_fn": None,
-        "lora": lora,
-    }
-    return TrainingSpec(**values | changes)
+    return specs.training_spec(path, **{"optimizer": OPTIMIZER, "seed": SEED, "lora": lora} | changes)
 
 
 def adapted(path, *, moved=0.0, **changes):

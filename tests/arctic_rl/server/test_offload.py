@@ -2,8 +2,6 @@
 
 import gc
 import itertools
-import os
-import socket
 from types import SimpleNamespace
 
 import pytest
@@ -11,8 +9,10 @@ import torch
 
 from integrations.arctic_rl.server.engine import initialize_engine, load_model
 from integrations.arctic_rl.server.offload import OPTIMIZER, PARTS, WEIGHTS, OffloadedStates
-from integrations.arctic_rl.server.specs import LoraSpec, OptimizerSpec, TrainingSpec
+from integrations.arctic_rl.server.specs import LoraSpec, OptimizerSpec
+from tests.arctic_rl.gloo_ranks import run_two_ranks
 from tests.arctic_rl.processors.helpers import VOCAB, tiny_model
+from tests.arctic_rl.specs import training_spec
 
 STEPS, BACKWARDS = 2, 2
 OPTIMIZER_SPEC = OptimizerSpec(
@@ -28,19 +28,11 @@ CASES = {
 
 
 def spec(path, stage, dtype, lora):
-    return TrainingSpec(
-        role="policy",
-        model_path=path,
+    return training_spec(
+        path,
         dtype=dtype,
         zero_stage=stage,
         optimizer=OPTIMIZER_SPEC,
-        gradient_checkpointing=False,
-        gradient_checkpointing_use_reentrant=False,
-        seed=0,
-        device="cpu",
-        threads=1,
-        processor_modules=(),
-        loss_fn=None,
         use_zorro=False,
         lora=lora,
         deepspeed={"zero_optimization": {"reduce_bucket_size": 20_000}} if stage else {},
@@ -88,12 +80,7 @@ def _train(spec, rank, *, rests):
     return seen, [value.detach().clone() for value in held]
 
 
-def _rank_main(rank, port, folder):
-    from integrations.arctic_rl.server.training_worker import _init_distributed
-
-    torch.set_num_threads(1)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK="0")
-    _init_distributed("cpu")
+def _rank_main(rank, folder):
     # DeepSpeed collects garbage at each call, for which all imported modules would be looked through.
     gc.collect()
     gc.freeze()
@@ -109,8 +96,6 @@ def _rank_main(rank, port, folder):
             "values": len(held),
         }
     torch.save(outcome, f"{folder}/rank-{rank}.pt")
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize(("stage", "part"), [(1, OPTIMIZER), (2, OPTIMIZER), (3, WEIGHTS)])
@@ -145,10 +130,7 @@ def test_what_is_on_the_host_anyway_is_not_brought_to_the_device(stage, part, ke
 @pytest.mark.slow
 def test_training_goes_on_bit_for_bit_after_each_rest(tmp_path):
     tiny_model().save_pretrained(tmp_path / "model")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    torch.multiprocessing.spawn(_rank_main, args=(port, str(tmp_path)), nprocs=2)
+    run_two_ranks(_rank_main, tmp_path)
     for rank, name in itertools.product(range(2), CASES):
         outcome = torch.load(tmp_path / f"rank-{rank}.pt")[name]
         assert outcome["seen"] and outcome["held"] and outcome["moved"] and outcome["values"] > 20, (name, outcome)

@@ -17,7 +17,6 @@ from integrations.arctic_rl.errors import ArcticError, UnsupportedError, WorkerD
 from integrations.arctic_rl.sampling_params import expand_seed, to_vllm_kwargs
 from integrations.arctic_rl.server import sampling_worker
 from integrations.arctic_rl.server.sampling_spec import (
-    SamplingSpec,
     end_token_ids,
     engine_arguments,
     engine_environment,
@@ -29,26 +28,15 @@ from integrations.arctic_rl.server.weights import TensorSpec, declare, write_wei
 from tests.arctic_rl.server import engine_rollouts
 from tests.arctic_rl.server.engine_configs import built_configs
 from tests.arctic_rl.server.engine_rollouts import RETOKENISED, TEMPLATE
+from tests.arctic_rl.specs import sampling_spec
 
 GREEDY = to_vllm_kwargs({"temperature": 0.0, "max_tokens": 4, "logprobs": 1})
 
 
 def spec(**changes):
-    fields = {
-        "model_path": "none",
-        "dtype": "float32",
-        "tensor_parallel_size": 1,
-        "max_model_len": 256,
-        "max_num_seqs": 32,
-        "max_num_batched_tokens": 96,
-        "enable_prefix_caching": True,
-        "enforce_eager": True,
-        "device": "cpu",
-        "cpu_kv_cache_gib": 0.0625,
-        "gpu_memory_utilization": 0.9,
-        "seed": 0,
-    }
-    return SamplingSpec(**(fields | changes))
+    fields = {"model_path": "none", "max_model_len": 256, "max_num_seqs": 32, "max_num_batched_tokens": 96}
+    fields |= {"cpu_kv_cache_gib": 0.0625, "gpu_memory_utilization": 0.9}
+    return sampling_spec(**(fields | changes))
 
 
 class FakeEngine:

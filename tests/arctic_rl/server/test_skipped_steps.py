@@ -7,9 +7,10 @@ import math
 import pytest
 import torch
 
-from integrations.arctic_rl.server.specs import OptimizerSpec, TrainingSpec
+from integrations.arctic_rl.server.specs import OptimizerSpec
 from tests.arctic_rl.processors.helpers import ragged_batch, tiny_model
 from tests.arctic_rl.server import update_runs
+from tests.arctic_rl.specs import training_spec
 
 pytestmark = pytest.mark.slow
 
@@ -55,19 +56,11 @@ def outcome(tmp_path_factory):
     tiny_model().save_pretrained(folder / "model")
 
     def spec(stage, dtype, clipping):
-        return TrainingSpec(
-            role="policy",
-            model_path=str(folder / "model"),
+        return training_spec(
+            folder / "model",
             dtype=dtype,
             zero_stage=stage,
             optimizer=CLIPPING[clipping],
-            gradient_checkpointing=False,
-            gradient_checkpointing_use_reentrant=False,
-            seed=0,
-            device="cpu",
-            threads=1,
-            processor_modules=(),
-            loss_fn=None,
             zorro_self_check=False,
         )
 

@@ -16,7 +16,7 @@ from integrations.arctic_rl.backends.loop_thread import LoopThread
 from integrations.arctic_rl.dispatch import ArcticDispatch
 from integrations.arctic_rl.loss_config import packed_policy_loss, skyrl_metrics
 from integrations.arctic_rl.processors.packing import plan_micro_batches
-from integrations.arctic_rl.server.specs import LoraSpec, OptimizerSpec, TrainingSpec
+from integrations.arctic_rl.server.specs import LoraSpec, OptimizerSpec
 from integrations.arctic_rl.skyrl_config import parse_config
 from tests.arctic_rl.in_process_backend import InProcessBackend
 from tests.arctic_rl.processors.helpers import tiny_model
@@ -30,6 +30,7 @@ from tests.arctic_rl.skyrl_reference import (
     update_batch,
     with_adapters,
 )
+from tests.arctic_rl.specs import training_spec
 
 pytestmark = pytest.mark.slow
 
@@ -344,19 +345,14 @@ class Outcome:
         return update_runs.start(runs, world_size, self._folder / f"world-{world_size}")
 
     def _spec(self, variant, stage):
-        return TrainingSpec(
-            role="policy",
-            model_path=str(self._model_path(variant.scenario.tied)),
+        return training_spec(
+            self._model_path(variant.scenario.tied),
             dtype=variant.dtype,
             zero_stage=stage,
             optimizer=variant.scenario.optimizer,
             gradient_checkpointing=variant.checkpointing is not None,
             gradient_checkpointing_use_reentrant=variant.checkpointing == "reentrant",
             seed=SEED,
-            device="cpu",
-            threads=1,
-            processor_modules=(),
-            loss_fn=None,
             policy_loss=packed_policy_loss(self.configs[variant.scenario.mini_batches[-1]]),
             lora=variant.scenario.lora,
         )

@@ -1,7 +1,6 @@
 """Training workers in spawned processes: a list of runs, one engine each, and what every step of it did."""
 
 import functools
-import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 import torch
 
 from integrations.arctic_rl.server.specs import TrainingSpec
+from tests.arctic_rl.gloo_ranks import free_port
 
 HORIZON = 100
 """Optimizer steps of every schedule."""
@@ -37,10 +37,8 @@ def start(runs: list[Run], world_size: int, folder: Path) -> torch.multiprocessi
     """Spawn ``world_size`` ranks that work through the runs; ``results`` waits for them."""
     folder.mkdir()
     torch.save(runs, folder / "runs.pt")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    return torch.multiprocessing.spawn(_rank_main, args=(world_size, port, str(folder)), nprocs=world_size, join=False)
+    arguments = (world_size, free_port(), str(folder))
+    return torch.multiprocessing.spawn(_rank_main, args=arguments, nprocs=world_size, join=False)
 
 
 def results(context: torch.multiprocessing.ProcessContext, folder: Path) -> dict[str, list[dict[str, Any]]]:

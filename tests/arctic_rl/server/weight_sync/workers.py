@@ -9,13 +9,13 @@ import ray
 import torch
 
 from integrations.arctic_rl.server import sampling_worker
-from integrations.arctic_rl.server.sampling_spec import SamplingSpec
 from integrations.arctic_rl.server.sampling_worker import SamplingWorker
 from integrations.arctic_rl.server.training_worker import TrainingWorker
 from integrations.arctic_rl.server.weight_extension import WeightExtension
 from integrations.arctic_rl.server.weight_sync import transfer
 from integrations.arctic_rl.server.weight_sync.run import SyncRun
 from integrations.arctic_rl.server.weights import read_manifest
+from tests.arctic_rl.specs import sampling_spec
 
 
 class Extension(WeightExtension):
@@ -192,19 +192,13 @@ def _spec(path, dtype, strategy, folder):
     scratch = folder / "scratch"
     scratch.mkdir(exist_ok=True)
     on_gpu = strategy in ("nccl", "ipc")
-    return SamplingSpec(
-        model_path=str(path),
+    return sampling_spec(
+        path,
         dtype=dtype,
-        tensor_parallel_size=1,
         max_model_len=64,
         max_num_seqs=4,
-        max_num_batched_tokens=64,
-        enable_prefix_caching=True,
-        enforce_eager=True,
         device="cuda" if on_gpu else "cpu",
-        cpu_kv_cache_gib=0.1,
         gpu_memory_utilization=0.5,
-        seed=0,
         scratch_directory=str(scratch),
         weight_transfer=strategy if on_gpu else None,
     )
