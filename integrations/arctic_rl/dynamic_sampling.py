@@ -11,13 +11,19 @@ from typing import Any
 
 from .equal_rewards import shifted_rewards
 
-__all__ = ["DynamicSamplingMixin"]
+__all__ = ["DynamicSamplingMixin", "original_uid"]
 
 type _Trajectory = dict[str, Any]
 """What a generator output holds of one trajectory: by column the list of its rows' values, by column and name where
 the column is a dict of lists, None where there is no column."""
 
 _TRAJECTORIES = "arctic_trajectories"
+_IN_PLACE_OF = "/in place of/"
+
+
+def original_uid(uid: str) -> str:
+    """The uid of the prompt that a group's samples answer."""
+    return uid.partition(_IN_PLACE_OF)[0]
 
 
 class DynamicSamplingMixin:
@@ -57,7 +63,7 @@ class DynamicSamplingMixin:
             places = [known.index(name) for name in names]
             chosen, groups, again = super().handle_dynamic_sampling(given, places)
             names = [
-                known[group] if group == place else f"{known[group]}/in place of/{known[place]}"
+                known[group] if group == place else f"{known[group]}{_IN_PLACE_OF}{known[place]}"
                 for group, place in zip(groups, places, strict=True)
             ]
             trajectories = [

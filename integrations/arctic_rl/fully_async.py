@@ -15,6 +15,7 @@ import torch
 from .backends.base import RemoteBackend
 from .backends.loop_thread import LoopThread
 from .callback_uses import refused_callbacks
+from .shown_prompts import with_a_prompt_a_row
 from .trainer import ArcticTrainerMixin, MetricsFile
 from .weight_versions import KEY as WEIGHT_VERSIONS
 
@@ -32,6 +33,7 @@ class ArcticFullyAsyncMixin(ArcticTrainerMixin):
     * a checkpoint or model saved after the last step of an epoch or of the run bears the number of the steps that were
       trained. SkyRL counts one more there, with which a resumed run comes to an end that its assertions refuse;
     * ``sample_full_batch`` compares the rewards of whole trajectories where each has a row a step;
+    * a logged sample is shown with its prompt where each has a row a step;
     * ``samples.jsonl`` says of each sample what became of it and how stale it was.
     """
 
@@ -105,6 +107,13 @@ class ArcticFullyAsyncMixin(ArcticTrainerMixin):
             for name in ("rewards", "loss_masks")
         }
         return super()._should_keep_group(dataclasses.replace(group, generator_output={**output, **final}))
+
+    def convert_generation_group_mini_batch_to_training_input(self, groups: list[Any], *dropped: Any) -> Any:
+        """SkyRL's, with a prompt for each row of what it logs."""
+        generator = self.cfg.generator
+        if generator.step_wise_trajectories:
+            groups = [with_a_prompt_a_row(group, merges=generator.merge_stepwise_output) for group in groups]
+        return super().convert_generation_group_mini_batch_to_training_input(groups, *dropped)
 
     async def _run_training(self, training_input: Any) -> Any:
         status = await super()._run_training(training_input)

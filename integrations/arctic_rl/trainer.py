@@ -19,12 +19,13 @@ from .resume import ResumeMixin
 from .served_model import ServedModel
 from .server.schedule import warmup_steps
 from .server_config import optimizer_spec
+from .shown_prompts import ShownPromptsMixin
 from .unjudged import JudgedBaselineMixin
 
 METRICS_NAME = "metrics.jsonl"
 
 
-class ArcticTrainerMixin(ResumeMixin, JudgedBaselineMixin, EqualRewardsMixin, DynamicSamplingMixin):
+class ArcticTrainerMixin(ResumeMixin, JudgedBaselineMixin, EqualRewardsMixin, DynamicSamplingMixin, ShownPromptsMixin):
     """Put before the class of the trainer that an experiment built, ``RayPPOTrainer`` or a recipe's own.
 
     ``build_models`` and ``update_ref_with_policy`` are replaced; the loop, advantages, mini-batches and logging stay

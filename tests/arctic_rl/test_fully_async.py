@@ -133,6 +133,26 @@ class Groups:
         }
 
 
+class TurnsOfGroups(Groups):
+    """Three rows a sample; the second of every other sample goes on where the first ended, so that they can merge."""
+
+    async def generate(self, input_batch, disable_tqdm=False):
+        output = await super().generate(input_batch)
+        output = {name: column for name, column in output.items() if name != "weight_versions"}
+        rows = {name: [] for name in output if name != "rollout_metrics"}
+        ids, last = [], []
+        for row, row_id in enumerate(input_batch["trajectory_ids"]):
+            for turn in range(3):
+                for name, values in rows.items():
+                    values.append(output[name][row])
+                if turn == 1 and row % 2:
+                    rows["prompt_token_ids"][-1] = output["prompt_token_ids"][row] + output["response_ids"][row]
+                ids.append(row_id)
+                last.append(turn == 2)
+        rows |= {"trajectory_ids": ids, "is_last_step": last, "env_metrics": [{}] * len(ids)}
+        return rows | {"rollout_metrics": output["rollout_metrics"]}
+
+
 class GroupsAhead(Groups):
     """Groups of a later step end while a step's update runs, and the update waits for one of them."""
 
@@ -464,6 +484,22 @@ class TestRewards:
             return trainer._should_keep_group(GeneratedOutputGroup(output, "0", 1))
 
         assert keeps([1.0, 0.0]) and not keeps([1.0, 1.0]) and not keeps([0.0, 0.0])
+
+    @pytest.mark.parametrize("merged", [False, True])
+    def test_each_row_is_logged_with_its_own_prompt(self, loop, tmp_path, merged):
+        settings = {"generator.step_wise_trajectories": True, "generator.merge_stepwise_output": merged}
+        run = start(config(tmp_path, **settings, **{"trainer.epochs": 1}), loop, TurnsOfGroups())
+        seen = []
+
+        def log(*, prompts, generator_output, **others):
+            seen.append(len(prompts))
+            for prompt, row in zip(prompts, generator_output["prompt_token_ids"], strict=True):
+                assert row[:2] == prompt
+
+        run.trainer.trajectory_logger = SimpleNamespace(log=log)
+        asyncio.run(run.trainer.train())
+        assert len(seen) == STEPS_PER_EPOCH
+        assert min(seen) > MINI_BATCH * SAMPLES and any(size % 3 for size in seen) == merged
 
     def test_a_sample_that_could_not_be_judged_leaves_its_groups_baseline(self, loop, tmp_path):
         cfg = config(tmp_path, **{"trainer.epochs": 1, "generator.n_samples_per_prompt": 3})
