@@ -73,12 +73,24 @@ def server_config(
         critic_nodes=placement.critic_num_nodes if trainer.critic.model.path else 1,
         colocate_all=placement.colocate_all,
         colocate_policy_ref=placement.colocate_policy_ref,
+        optimizers_that_stay=_optimizers_that_stay(trainer, second_model=second_model),
         gpu_timeout_s=arctic.gpu_timeout_s,
         mini_batch_rows=trainer.policy_mini_batch_size * cfg.generator.n_samples_per_prompt,
         micro_batch_rows=trainer.micro_train_batch_size_per_gpu,
         weight_sync=arctic.weight_sync,
         weight_sync_bucket_mb=arctic.weight_sync_bucket_mb,
     )
+
+
+def _optimizers_that_stay(trainer: Any, *, second_model: bool) -> tuple[str, ...]:
+    """Trained jobs that share GPUs, and whose ``offload_after_step`` is off."""
+    placement = trainer.placement
+    sharing = {
+        "policy": placement.colocate_all or (placement.colocate_policy_ref and second_model),
+        "critic": placement.colocate_all and bool(trainer.critic.model.path),
+    }
+    models = vars(trainer)
+    return tuple(job for job in sharing if sharing[job] and not models[job].optimizer_config.offload_after_step)
 
 
 def optimizer_spec(cfg: Any, model: str = "policy") -> OptimizerSpec:

@@ -52,7 +52,8 @@ class Worker:
         gpu.there[job] = set()
 
     def setup(self, *_):
-        assert not self._gpu.now(), "memory is measured and taken on an empty GPU"
+        stays = {OPTIMIZER}
+        assert all(parts <= stays for parts in self._gpu.now().values()), "memory is measured on an empty GPU"
         self._gpu.there[self._job] = set(WHOLE[self._job])
         self._gpu.events.append(f"{self._job} starts")
 
@@ -287,6 +288,21 @@ def test_checkpoints_exports_and_calls_from_outside_take_their_turns_too(tmp_pat
         "policy sleeps",
         *SYNC[1:],
     ]
+
+
+def test_an_optimizer_that_is_not_to_leave_stays_on_the_gpu(tmp_path, loop):
+    keep = "trainer.policy.optimizer_config.offload_after_step=false"
+    critic = ("trainer.critic.model.path=some/critic", "trainer.placement.critic_num_gpus_per_node=1")
+    backend = started(loop, config(tmp_path, *GPUS, *critic, keep), ("policy", "critic"))
+    stays = {"policy": {OPTIMIZER}}
+    assert backend.gpu.now() == stays
+    loop.run(backend.wake_sampling(None))
+    assert backend.gpu.now() == stays | {"sampling": WHOLE["sampling"]}
+    loop.run(backend.weight_norm("critic"))
+    assert backend.gpu.now() == stays | {"critic": {WEIGHTS}}
+    loop.run(backend.step())
+    assert backend.gpu.now() == {"policy": WHOLE["policy"]}
+    loop.run(backend.stop())
 
 
 def test_a_policy_and_its_reference_model_take_turns_beside_engines(tmp_path, loop):

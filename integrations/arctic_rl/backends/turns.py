@@ -40,18 +40,38 @@ class Turns:
         wake: wakes parts of a job.
         awake: whether all of them are awake now, or none.
         alone: whether nobody else moves these jobs, so that what is known of them need not be asked for again.
+        keep_optimizer: jobs whose optimizer stays awake whoever's turn it is.
     """
 
-    def __init__(self, shared: frozenset[str], sleep: Move, wake: Move, *, awake: bool, alone: bool = True) -> None:
+    def __init__(
+        self,
+        shared: frozenset[str],
+        sleep: Move,
+        wake: Move,
+        *,
+        awake: bool,
+        alone: bool = True,
+        keep_optimizer: frozenset[str] = frozenset(),
+    ) -> None:
         self._shared, self._sole = shared, alone
         self._sleep, self._wake = sleep, wake
-        self._awake = {job: set(_PARTS.get(job, PARTS)) if awake else set() for job in sorted(shared)}
-        self._lock = asyncio.Lock()
+        self._kept = {(job, OPTIMIZER) for job in keep_optimizer & shared}
+        parts = {job: _PARTS.get(job, PARTS) for job in sorted(shared)}
+        self._awake = {job: {part for part in of if awake or (job, part) in self._kept} for job, of in parts.items()}
+        self._lock, self._clearing = asyncio.Lock(), asyncio.Lock()
 
     @property
     def of_engines(self) -> bool:
         """Whether the engines take turns too."""
         return SAMPLING in self._shared
+
+    def parts_to_sleep(self, job: str) -> list[str]:
+        """What of a job sleeps while others compute."""
+        return [part for part in _PARTS.get(job, PARTS) if (job, part) not in self._kept]
+
+    def asleep(self, job: str) -> set[str]:
+        """What of a job that takes turns is asleep."""
+        return set(_PARTS.get(job, PARTS)) - self._awake[job] if job in self._shared else set()
 
     def note(self, job: str, *, asleep: Iterable[str] = (), awake: Iterable[str] = ()) -> None:
         """Take down what happened to a job at somebody else's wish."""
@@ -106,8 +126,30 @@ class Turns:
         if asleep:
             await self.sleep(job, asleep)
 
+    @asynccontextmanager
+    async def cleared_for(self, job: str) -> AsyncIterator[None]:
+        """Inside, nothing of other jobs is awake, in the middle of whose turn this may be, and behind it what was.
+
+        For a worker of ``job`` that is started anew: it measures how much memory is left.
+        """
+        if job not in self._shared:
+            yield
+            return
+        async with self._clearing:
+            before = {other: sorted(parts) for other, parts in self._awake.items() if other != job}
+            try:
+                for other, parts in before.items():
+                    await self._rest(other, parts)
+                yield
+            finally:
+                for other, parts in before.items():
+                    await self.wake(other, parts)
+
     async def sleep(self, job: str, parts: Iterable[str]) -> None:
-        """Put those of the parts to sleep that are awake."""
+        """Put those of the parts to sleep that are awake and do not stay so."""
+        await self._rest(job, [part for part in parts if (job, part) not in self._kept])
+
+    async def _rest(self, job: str, parts: Iterable[str]) -> None:
         chosen = [part for part in parts if part in self._awake[job] or not self._sole]
         if chosen:
             await self._sleep(job, chosen)

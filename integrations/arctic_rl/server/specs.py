@@ -170,6 +170,8 @@ class ServerConfig:
     """Whether training, log-probs and sampling share GPUs and take turns on them."""
     colocate_policy_ref: bool = False
     """Whether the policy and the reference model share GPUs and take turns on them."""
+    optimizers_that_stay: tuple[str, ...] = ()
+    """Jobs whose optimizer keeps its memory while jobs compute that they share GPUs with."""
     gpu_timeout_s: float = 180.0
     """Seconds to wait for GPUs that other jobs hold."""
     weight_sync: Literal["shared_memory", "low_memory", "nccl", "ipc"] | None = None

@@ -33,7 +33,7 @@ class FakeEngine:
     """The calls that the backend makes on a sampling worker."""
 
     def __init__(self):
-        self.version, self.asleep, self.frozen, self.requests = 0, False, asyncio.Event(), 0
+        self.version, self.asleep, self.frozen, self.requests = 0, set(), asyncio.Event(), 0
         self.frozen.set()
         self.update, self.parts = None, []
 
@@ -87,10 +87,10 @@ class FakeEngine:
         self.frozen.set()
 
     async def sleep(self, level):
-        self.asleep = True
+        self.asleep = {"weights", "kv_cache"}
 
     async def wake_up(self, tags):
-        self.asleep = False
+        self.asleep -= {"weights", "kv_cache"} if tags is None else set(tags)
 
     async def reset_prefix_cache(self): ...
 
@@ -105,8 +105,14 @@ class FakeEngine:
 class FakeRank:
     """The calls that the backend makes on a training worker."""
 
-    def __init__(self, rank):
-        self.rank, self.steps = rank, 0
+    def __init__(self, rank, *, trained):
+        self.rank, self.steps, self.awake = rank, 0, {"weights", *(["optimizer"] if trained else [])}
+
+    async def sleep(self, parts):
+        self.awake -= set(parts)
+
+    async def wake(self, parts):
+        self.awake |= set(parts)
 
     async def address(self):
         return "here", 1
@@ -138,6 +144,7 @@ class FakeRank:
         return {"lr": 1e-3, "grad_norm": 1.0, "skipped": False}
 
     async def export_weights(self, directory, version, dtype):
+        assert "weights" in self.awake
         tensors = [("w", torch.full((2,), float(version)))]
         return None if self.rank else str(write_weights(declare(tensors, dtype), tensors, directory, version, dtype))
 
@@ -145,6 +152,7 @@ class FakeRank:
         return [TensorSpec(name, (2,), "float32") for name in ("v", "w")]
 
     async def export_bucket(self, names, directory, version, dtype):
+        assert "weights" in self.awake
         await asyncio.sleep(0.002)
         return self.steps
 
@@ -219,7 +227,7 @@ class FakeCluster:
 
     def start(self, worker, world_size):
         name = f"{worker.job}-{worker.rank}"
-        made = FakeEngine() if worker.job == "sampling" else FakeRank(worker.rank)
+        made = FakeEngine() if worker.job == "sampling" else FakeRank(worker.rank, trained=worker.job != "ref")
         actor = FakeActor(self, name, made)
         self.actors.setdefault(name, []).append(actor)
         return actor

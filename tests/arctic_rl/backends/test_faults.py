@@ -140,6 +140,48 @@ def test_an_engine_that_dies_unasked_is_up_before_it_is_asked(tmp_path, monkeypa
     assert asyncio.run(run()) == samples(4, 1)
 
 
+@pytest.mark.parametrize("strategy", ["low_memory", "shared_memory"])
+@pytest.mark.parametrize("when", ["asleep", "wake_up", "export_bucket", "load_part", "export_weights", "sync_weights"])
+def test_an_engine_on_shared_gpus_starts_anew_on_empty_ones(tmp_path, monkeypatch, strategy, when):
+    """vLLM does not start where the memory that it may take is not free: the policy's weights leave for that time."""
+    starts = []
+
+    async def setup(self):
+        ranks = [actor._worker for name, (actor, *_) in cluster.actors.items() if not name.startswith("sampling")]
+        starts.append(set().union(*(rank.awake for rank in ranks)))
+
+    async def run():
+        await backend.initialize(10, critic_training_steps=10)
+        await backend.update_weights()
+        if when == "asleep":
+            await backend.fwd_bwd(ragged_batch(6, 0), META, {})
+            cluster.actors["sampling-0"][0].die()
+            await asyncio.sleep(0.05)
+            assert len(starts) == 2, "what the policy has is not asked for"
+        else:
+            cluster.hurt("sampling-0", lambda method, _: method == when, "killed")
+            await backend.fwd_bwd(ragged_batch(6, 0), META, {})
+        await backend.step()
+        await backend.update_weights()
+        answers = await backend.generate(requests(8))
+        states = [actors[-1]._worker.asleep for name, actors in cluster.actors.items() if name.startswith("sampling")]
+        awake = [actors[0]._worker.awake for name, actors in cluster.actors.items() if name.startswith("policy")]
+        await backend.shutdown()
+        return [answer["token_ids"] for answer in answers], states, awake
+
+    monkeypatch.setattr(FakeEngine, "setup", setup)
+    backend, cluster = fake_backend(monkeypatch, tmp_path, colocate_all=True, weight_sync=strategy, startup_s=5.0)
+    happens = when in ("asleep", "wake_up") or when in BEGUN_BY[strategy]
+    answers, states, awake = asyncio.run(run())
+    assert answers == samples(8, 2)
+    assert states == [set(), set()] and awake == [set(), set()]
+    assert starts[2:] == [set()] * happens, "nothing else was on the GPU"
+    assert len(cluster.actors["sampling-0"]) == 1 + happens
+
+
+BEGUN_BY = {"low_memory": ("export_bucket", "load_part"), "shared_memory": ("export_weights", "sync_weights")}
+
+
 def test_requests_that_are_kept_over_a_sync_go_on_on_the_next_engine(tmp_path, monkeypatch):
     """In fully asynchronous training: a frozen engine dies, its successor is frozen until the sync is over."""
 

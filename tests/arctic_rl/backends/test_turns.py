@@ -13,14 +13,16 @@ WEIGHTS, OPTIMIZER, CACHE = "weights", "optimizer", "kv_cache"
 class Machine:
     """GPUs on which parts of jobs are or are not."""
 
-    def __init__(self, *, awake=False, **shared):
+    def __init__(self, *, awake=False, keep=(), **shared):
         shared = sharing_jobs(jobs=JOBS, **({"colocate_all": True, "colocate_policy_ref": False} | shared))
         self.there = {job: set() for job in JOBS}
         if awake:
             whole = {"ref": {WEIGHTS}, "sampling": {WEIGHTS, CACHE}}
             self.there = {job: set(whole.get(job, {WEIGHTS, OPTIMIZER})) for job in JOBS}
         self.moves = []
-        self.turns = Turns(shared, self._sleep, self._wake, awake=awake)
+        self.turns = Turns(shared, self._sleep, self._wake, awake=awake, keep_optimizer=frozenset(keep))
+        for job in keep:
+            self.there[job].add(OPTIMIZER)
 
     async def _sleep(self, job, parts):
         assert self.there[job] >= set(parts), "only what is awake is put to sleep"
@@ -94,6 +96,52 @@ def test_a_step_of_training():
         "policy sleeps: weights",
         "sampling wakes: kv_cache",
     ]
+
+
+def test_an_optimizer_that_stays_is_there_whoever_computes():
+    async def step():
+        machine = Machine(keep=["policy"])
+        there = {"policy": {OPTIMIZER}}
+        assert machine.turns.parts_to_sleep("policy") == [WEIGHTS]
+        assert machine.turns.parts_to_sleep("critic") == [WEIGHTS, OPTIMIZER]
+        async with machine.turns.transfer():
+            assert machine.awake() == {"policy": {WEIGHTS, OPTIMIZER}, "sampling": {WEIGHTS}}
+        assert machine.awake() == there | {"sampling": {WEIGHTS, CACHE}}
+        async with machine.turns.turn("critic"):
+            assert machine.awake() == there | {"critic": {WEIGHTS, OPTIMIZER}}
+        async with machine.turns.turn("policy"):
+            assert machine.awake() == {"policy": {WEIGHTS, OPTIMIZER}}
+        async with machine.turns.cleared_for("sampling"):
+            assert machine.awake() == {}, "a new engine needs all of the GPU at its start"
+        assert machine.awake() == {"policy": {WEIGHTS, OPTIMIZER}}
+
+    run(step())
+
+
+def test_others_leave_in_the_middle_of_a_turn_and_come_back():
+    async def step():
+        machine, inside = Machine(), []
+
+        async def start():
+            async with machine.turns.cleared_for("sampling"):
+                inside.append(1)
+                assert "policy" not in machine.awake() and len(inside) == 1
+                await asyncio.sleep(0)
+                inside.pop()
+
+        async with machine.turns.transfer():
+            assert machine.turns.asleep("sampling") == {CACHE}
+            await asyncio.gather(start(), start())
+            assert machine.awake() == {"policy": {WEIGHTS}, "sampling": {WEIGHTS}}
+            with pytest.raises(RuntimeError):
+                async with machine.turns.cleared_for("sampling"):
+                    raise RuntimeError
+            assert machine.awake() == {"policy": {WEIGHTS}, "sampling": {WEIGHTS}}
+        apart = Machine(colocate_all=False, awake=True)
+        async with apart.turns.cleared_for("sampling"):
+            assert apart.moves == [] and apart.turns.asleep("sampling") == set()
+
+    run(step())
 
 
 def test_jobs_that_share_nothing_are_left_alone():

@@ -90,7 +90,7 @@ class BuiltinBackend(RemoteBackend):
         await self.sleep_sampling(SLEEP_LEVEL)
         for job, steps in horizons.items():
             await self._setup_training(job, steps)
-            await self._call(job, "sleep")
+            await self._call(job, "sleep", self._turns.parts_to_sleep(job))
 
     async def _setup_training(self, job: str, num_training_steps: int) -> None:
         names = self._workers.names(job)
@@ -105,9 +105,12 @@ class BuiltinBackend(RemoteBackend):
 
     async def _restore_engine(self, name: str) -> None:
         actor = self._workers.actors[name]
-        await actor.setup.remote()
-        self._workers.process_ids[name] = await actor.process_ids.remote()
-        await self._weights.load_current(name)
+        async with self._turns.cleared_for("sampling"):
+            await actor.setup.remote()
+            self._workers.process_ids[name] = await actor.process_ids.remote()
+            dropped = await self._engines.rest(name, self._turns.asleep("sampling"))
+        if not dropped:
+            await self._weights.load_current(name)
         await self._engines.bring_into_line(name)
 
     def _take_turns(self, config: ServerConfig) -> Turns:
@@ -118,7 +121,14 @@ class BuiltinBackend(RemoteBackend):
             colocate_policy_ref=config.colocate_policy_ref,
         )
         awake = not config.colocate_all or config.policy.device == "cpu"
-        return Turns(shared, self._put_to_sleep, self._wake, awake=awake, alone=not self._attached)
+        return Turns(
+            shared,
+            self._put_to_sleep,
+            self._wake,
+            awake=awake,
+            alone=not self._attached,
+            keep_optimizer=frozenset(config.optimizers_that_stay),
+        )
 
     async def _put_to_sleep(self, job: str, parts: list[str]) -> None:
         await (self._engines.sleep(SLEEP_LEVEL) if job == "sampling" else self._call(job, "sleep", parts))

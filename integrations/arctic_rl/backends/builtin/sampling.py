@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from collections.abc import Collection
 
+from ...server.offload import WEIGHTS
 from ..base import InFlight
 from ..engine_choice import EngineChoice
+from ..turns import CACHE, SLEEP_LEVEL
 from .calls import Calls
 from .workers import MOST_IN_FLIGHT, Workers
 
@@ -84,6 +87,20 @@ class Engines:
     async def wake(self, tags: list[str] | None) -> None:
         await self._calls.call_all(self.names(), "wake_up", tags)
         self.asleep_at = None
+
+    async def rest(self, name: str, asleep: Collection[str]) -> bool:
+        """Let an engine that was started anew sleep as far as those do that take turns with it.
+
+        Returns:
+            Whether it has no weights then, which the next sync brings.
+        """
+        if CACHE not in asleep or self.asleep_at not in (None, SLEEP_LEVEL):
+            return False
+        actor = self._workers.actors[name]
+        await actor.sleep.remote(SLEEP_LEVEL)
+        if WEIGHTS not in asleep:
+            await actor.wake_up.remote([WEIGHTS])
+        return WEIGHTS in asleep
 
     async def bring_into_line(self, name: str) -> None:
         """Give an engine that was started anew the state that the others are in."""
