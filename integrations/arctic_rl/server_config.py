@@ -142,8 +142,18 @@ def _training_spec(cfg: Any, role: str, threads: int, device: Literal["cpu", "cu
         lora=adapters(cfg, role) if role != "ref" and vars(trainer)[role].model.lora.rank > 0 else None,
         deepspeed={} if role == "ref" else copy.deepcopy(dict(trainer.arctic_rl.deepspeed)),
         attention=trainer.arctic_rl.attention,
+        flash_attention=device == "cpu" or trainer.flash_attn,
         use_liger=trainer.arctic_rl.use_liger,
+        expandable_segments=device == "cuda" and trainer.use_expandable_segments,
+        memory_snapshots=_memory_snapshots(trainer) if is_policy and device == "cuda" else None,
     )
+
+
+def _memory_snapshots(trainer: Any) -> str | None:
+    """Where SkyRL's workers put them."""
+    if not trainer.policy.record_memory:
+        return None
+    return os.path.join(os.path.abspath(os.path.expanduser(trainer.ckpt_path)), "memory_snapshots")
 
 
 def _model_config(cfg: Any, role: str) -> dict[str, Any]:
@@ -212,6 +222,7 @@ def _gpu_sampling_spec(cfg: Any) -> SamplingSpec:
         tensor_parallel_size=engine.tensor_parallel_size,
         pipeline_parallel_size=engine.pipeline_parallel_size,
         enforce_eager=engine.enforce_eager,
+        expandable_segments=engine.use_expandable_segments,
         enable_sleep_mode=cfg.trainer.placement.colocate_all,
         engine_kwargs=kwargs,
     )

@@ -290,6 +290,27 @@ class TestKeys:
         assert len(ignored) == 1
 
 
+class TestOnGpus:
+    @pytest.mark.parametrize(("attention", "agrees"), [(None, True), ("eager", True), ("flash_attention_2", False)])
+    def test_attention_without_flash_is_not_asked_for_twice(self, attention, agrees):
+        asked = [] if attention is None else [f"trainer.arctic_rl.attention={attention}"]
+        more = ["trainer.arctic_rl.use_zorro=false", *asked, "trainer.flash_attn=false"]
+        for device in ("cuda", "cpu"):
+            cfg = parse_config([*BASE, f"trainer.arctic_rl.device={device}", *more])
+            refused = [line for line in refusals(cfg) if line.startswith("trainer.flash_attn=false: ")]
+            assert len(refused) == (device == "cuda" and not agrees)
+            assert len(mentions(without_effect(cfg), "trainer.flash_attn")) == (device == "cpu")
+
+    def test_an_optimizer_alone_on_its_gpus_has_nothing_to_make_room_for(self):
+        apart = ["trainer.placement.colocate_all=false", "trainer.algorithm.use_kl_loss=true"]
+        off = "trainer.policy.optimizer_config.offload_after_step"
+        for both, idle in ((True, False), (False, True)):
+            cfg = parse_config(
+                [*BASE, *apart, f"{off}=false", f"trainer.placement.colocate_policy_ref={str(both).lower()}"]
+            )
+            assert bool(mentions(without_effect(cfg), off)) == idle
+
+
 class TestWithoutEffect:
     @pytest.mark.parametrize("setting", kind(NoEffect))
     def test_it_is_said_once_and_changes_nothing_that_the_backend_is_told(self, setting, recipes, loop):
@@ -322,12 +343,12 @@ class TestWithoutEffect:
             [
                 *BASE,
                 "generator.inference_engine.tensor_parallel_size=2",
-                "trainer.flash_attn=false",
+                "trainer.policy.use_torch_compile=true",
                 "generator.inference_engine.pipeline_parallel_size=2",
             ]
         )
-        flash, engine = without_effect(cfg)
-        assert flash.startswith("trainer.flash_attn=false: ")
+        compiled, engine = without_effect(cfg)
+        assert compiled.startswith("trainer.policy.use_torch_compile=true: ")
         assert engine.startswith(
             "generator.inference_engine.tensor_parallel_size=2, generator.inference_engine.pipeline_parallel_size=2: "
         )

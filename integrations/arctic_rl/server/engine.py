@@ -160,7 +160,9 @@ def _shares(model: PreTrainedModel) -> bool:
 def _packed_attention(spec: TrainingSpec) -> str:
     from ..processors.attention import attention_implementation
 
-    return attention_implementation(spec.device) if spec.attention is None else spec.attention
+    if spec.attention is not None:
+        return spec.attention
+    return attention_implementation(spec.device) if spec.flash_attention else "sdpa"
 
 
 def _warn_unshared(error: ArcticError) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ..errors import UnsupportedError
+from .allocator import environment_with_segments
 from .speculation import SETTING as SPECULATION
 from .speculation import speculation_problems
 from .weight_extension import WeightExtension
@@ -67,6 +68,8 @@ class SamplingSpec:
     node does not have = a temporary one, which ``shutdown`` removes but a killed worker does not."""
     threads: int = 1
     """Compute threads of the engine on CPUs."""
+    expandable_segments: bool = False
+    """Whether memory is taken in segments that grow, that of what sleeps apart; False on CPUs."""
     enable_sleep_mode: bool = False
     """Let ``sleep`` free GPU memory; unused on CPUs, where sleeping frees nothing."""
     pipeline_parallel_size: int = 1
@@ -136,6 +139,8 @@ def engine_environment(spec: SamplingSpec) -> dict[str, str | None]:
         # Compiled kernels would go with the run, and shared memory is often mounted without leave to run code.
         kept = os.path.join(tempfile.gettempdir(), f"torchinductor_{os.getuid()}")
         variables["TORCHINDUCTOR_CACHE_DIR"] = os.environ.get("TORCHINDUCTOR_CACHE_DIR", kept)
+    if spec.expandable_segments:
+        variables |= environment_with_segments()
     if spec.visible_devices is not None:
         variables["CUDA_VISIBLE_DEVICES"] = spec.visible_devices
     if spec.weight_transfer == "ipc":

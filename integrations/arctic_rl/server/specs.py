@@ -102,8 +102,14 @@ class TrainingSpec:
     """More of DeepSpeed's config, below what the other settings say; empty for a reference model."""
     attention: str | None = None
     """Attention by its name in ``transformers``, of a model that shares no prompts; None = the device's usual one."""
+    flash_attention: bool = True
+    """Whether that usual one is flash attention on GPUs, or else ``sdpa``."""
     use_liger: bool = False
     """Liger's kernels in place of norms, MLPs and rotary embeddings."""
+    expandable_segments: bool = False
+    """Whether memory of the rank's GPU is taken in segments that grow; False on CPUs."""
+    memory_snapshots: str | None = None
+    """Folder for what is in GPU memory after each backward pass and step; None = not recorded, as on CPUs."""
 
     visible_devices: str | None = None
     """The rank's GPU, as ``CUDA_VISIBLE_DEVICES`` names it; None = what the process sees."""

@@ -12,6 +12,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ArcticError
+from .allocator import Segments
 from .offload import PARTS, WEIGHTS, OffloadedStates
 from .process import end_with_parent, free_address, own_process_ids, seed_everything
 from .specs import TrainingSpec
@@ -20,6 +21,7 @@ from .worker_log import open_worker_log
 logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
+    from .memory_snapshots import MemorySnapshots
     from .weight_sync.part import Part
     from .weight_sync.receiver import ModelReceiver
     from .weight_sync.sender import WeightSender
@@ -45,6 +47,8 @@ class TrainingWorker:
         self._scheduler: Any = None
         self._num_training_steps = 0
         self._profiler: Any = None
+        self._segments = Segments(asked_for=spec.expandable_segments)
+        self._snapshots: MemorySnapshots | None = None
         self._asleep: set[str] = set()
         self._states: OffloadedStates | None = None
         self._adapter_facts: dict[str, Any] | None = None
@@ -83,6 +87,7 @@ class TrainingWorker:
         from ..processors.registry import get_loss_fn, import_processor_modules
         from ..processors.skyrl_losses import load_policy_loss
         from .engine import build_engine
+        from .memory_snapshots import MemorySnapshots
         from .schedule import build_scheduler
 
         os.environ.update(
@@ -102,8 +107,11 @@ class TrainingWorker:
         if self._spec.policy_loss is not None:
             load_policy_loss(self._spec.policy_loss)
         _init_distributed(self._spec.device)
+        if self._spec.memory_snapshots is not None:
+            self._snapshots = MemorySnapshots(self._spec.memory_snapshots, self._rank)
         built = build_engine(self._spec)
         self._engine, self._optimizer, self._adapter_facts = built.engine, built.optimizer, built.adapter_facts
+        self._segments.switch_on()
         trained = self._spec.role != "ref"
         logger.info(
             "rank %d of %d %s %s", self._rank, self._world_size, "trains" if trained else "runs", self._spec.model_path
@@ -157,6 +165,8 @@ class TrainingWorker:
                 max_tokens_per_mb=max_tokens_per_mb,
                 return_tensors=True,
             )
+        if backward:
+            self._take_snapshot("forward_backward")
         return result | {"micro_batches": micro_batches}
 
     def run_rows(self, rows: bytes, meta: dict, processing: dict, **keywords: Any) -> tuple[dict, bytes | None]:
@@ -187,7 +197,8 @@ class TrainingWorker:
         """Take the memory back, with what was there."""
         chosen = self._parts(parts)
         if self._spec.device == "cuda":
-            self._states.restore(chosen)
+            with self._segments.usual_memory():
+                self._states.restore(chosen)
         self._asleep -= set(chosen)
 
     def _parts(self, parts: list[str] | None) -> list[str]:
@@ -225,6 +236,7 @@ class TrainingWorker:
         self._check_awake()
         lr = self.learning_rate()
         self._engine.step()
+        self._take_snapshot("optim_step")
         norm = float(self._engine.get_global_grad_norm())
         skipped = not math.isfinite(norm)
         if skipped:
@@ -233,6 +245,10 @@ class TrainingWorker:
         else:
             self._scheduler.step()
         return {"lr": lr, "grad_norm": norm, "skipped": skipped}
+
+    def _take_snapshot(self, what: str) -> None:
+        if self._snapshots is not None:
+            self._snapshots.write(what)
 
     def declare_weights(self, dtype: str) -> list[TensorSpec]:
         """What sending the weights in ``dtype`` sends (``weight_sync.sender``)."""
@@ -250,7 +266,8 @@ class TrainingWorker:
 
     def transfer_weights(self, *arguments: Any) -> None:
         """Send the weights by vLLM's transfer engine (``weight_sync.sender``)."""
-        self._weight_sender().transfer(*arguments)
+        with self._segments.usual_memory():
+            self._weight_sender().transfer(*arguments)
 
     def check_tensors(self, tensors: list[TensorSpec], dtype: str) -> dict[str, str]:
         """Of a reference model: refuse weights of the policy that do not fit (``weight_sync.receiver``)."""

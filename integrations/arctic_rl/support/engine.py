@@ -133,7 +133,9 @@ ENGINE: dict[str, Entry] = under(
         "offload_kv_for_weight_sync": Refused(
             "engines on GPUs of their own keep their caches' memory in a weight sync", "write false", idle=on_cpus
         ),
-        "use_expandable_segments": NoEffect("engines have vLLM's own allocator"),
+        "use_expandable_segments": ours(
+            "engines take GPU memory in segments that grow, except for what sleeps", idle=on_cpus
+        ),
         "max_num_seqs": ours("sequences of an engine step"),
         "served_model_name": skyrls(
             "what requests call the policy",

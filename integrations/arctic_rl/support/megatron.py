@@ -20,7 +20,7 @@ from .entries import (
     without_reference,
 )
 
-_LAYOUT = NoEffect("every rank is data-parallel here")
+_LAYOUT = NoEffect("every rank is data-parallel here; trainer.arctic_rl.zero_stage=3 splits a model over the GPUs")
 _KERNELS = NoEffect("how Megatron moves and multiplies, not what")
 _FILES = NoEffect("how Megatron writes checkpoints and exports")
 
@@ -129,7 +129,7 @@ def _megatron(idle: Idle) -> dict[str, Entry]:
             _FP8_FIELDS,
             idle,
         ),
-        "empty_cuda_cache": NoEffect("there is no CUDA cache"),
+        "empty_cuda_cache": NoEffect("when Megatron gives cached GPU memory back, not what it computes"),
         "model_config_kwargs": changes_model,
         "dist_ckpt_optim_fully_reshardable": _FILES,
         "freeze_moe_router": frozen,

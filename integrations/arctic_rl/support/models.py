@@ -9,12 +9,16 @@ from typing import Any
 
 from ..server.specs import INIT_METHODS
 from .entries import (
+    EFFECT_TESTS,
+    SEQUENCE_PARALLEL,
     Entry,
     Idle,
     NoEffect,
     PartOf,
     Refused,
+    base_is_reference,
     first_of,
+    on_cpus,
     ours,
     refusal,
     shown,
@@ -27,7 +31,14 @@ from .entries import (
 )
 
 _SHARDED = NoEffect("DeepSpeed ZeRO holds the model, see trainer.arctic_rl.zero_stage")
-_SEQUENCE_PARALLEL = NoEffect("every rank is data-parallel here")
+_OFFLOADED = NoEffect(
+    "DeepSpeed ZeRO holds the model; write offload_optimizer or offload_param of "
+    "trainer.arctic_rl.deepspeed.zero_optimization"
+)
+
+_REPLICATED = NoEffect(
+    "each rank of a reference model holds all of it, on the host while others compute on GPUs that it shares"
+)
 
 _MERGED = NoEffect("adapters reach the engines merged into the weights")
 _QUANTISED = PartOf("trainer.policy.model.fake_int4_qat.enabled", "no fake quantisation")
@@ -67,6 +78,8 @@ _PROFILER_DETAILS = {
     "use_gzip": ("traces are compressed", f"{_WORKERS}compressed_traces"),
     "export_type": ("chrome_trace or stacks", f"{_WORKERS}stacks"),
 }
+_MEMORY = "tests/arctic_rl/server/test_gpu_memory.py::"
+_TURNS = "tests/arctic_rl/test_colocated.py::"
 _PRECISION_TEST = "tests/arctic_rl/test_support.py::test_the_compute_dtype_of_fsdp_agrees_with_bf16"
 _INT4 = tuple(f"model.fake_int4_qat.{name}" for name in ("enabled", *_INT4_DETAILS))
 _ADAPTERS = (*(f"model.lora.{name}" for name in ("rank", *_LORA_DETAILS)), *_INT4)
@@ -80,6 +93,16 @@ def _constant_rate(model: str) -> Idle:
         return f"no warm-up with trainer.{model}.optimizer_config.scheduler={name}" if name == "constant" else None
 
     return idle
+
+
+def _critic_alone(cfg: Any) -> str | None:
+    return None if cfg.trainer.placement.colocate_all else "trainer.placement.colocate_all=false"
+
+
+def _policy_alone(cfg: Any) -> str | None:
+    placement = cfg.trainer.placement
+    beside = placement.colocate_policy_ref and not (without_reference(cfg) or base_is_reference(cfg))
+    return None if placement.colocate_all or beside else "the policy shares its GPUs with no other job"
 
 
 def _no_critic_of_megatron(setting: str, value: Any, cfg: Any) -> Iterable[str]:
@@ -169,11 +192,11 @@ def _param_dtype(setting: str, value: Any, cfg: Any) -> Iterable[str]:
         )
 
 
-def _fsdp(idle: Idle) -> dict[str, Entry]:
+def _fsdp(idle: Idle, *, sharding: NoEffect = _SHARDED, offloading: NoEffect = _OFFLOADED) -> dict[str, Entry]:
     return {
-        "fsdp_config.cpu_offload": _SHARDED,
-        "fsdp_config.reshard_after_forward": _SHARDED,
-        "fsdp_config.fsdp_size": _SHARDED,
+        "fsdp_config.cpu_offload": offloading,
+        "fsdp_config.reshard_after_forward": sharding,
+        "fsdp_config.fsdp_size": sharding,
         "fsdp_config.mixed_precision.param_dtype": ours(
             "agrees with trainer.bf16, or is refused", _PRECISION_TEST, limit=_param_dtype, idle=idle
         ),
@@ -181,7 +204,7 @@ def _fsdp(idle: Idle) -> dict[str, Entry]:
             "gradients are reduced in float32", "leave it out", idle=idle
         ),
         "fsdp_config.mixed_precision.buffer_dtype": NoEffect("SkyRL itself does not read it"),
-        "fsdp_config.wrap_policy": _SHARDED,
+        "fsdp_config.wrap_policy": sharding,
     }
 
 
@@ -239,11 +262,22 @@ POLICY: dict[str, Entry] = under(
         "optimizer_config.max_grad_norm": ours("clipping by L2 norm; 0 = none"),
         "optimizer_config.num_warmup_steps": ours("warm-up, in optimizer steps", idle=_constant_rate("policy")),
         "optimizer_config.scheduler": ours("the schedule of that name in transformers"),
-        "optimizer_config.offload_after_step": NoEffect("nothing is offloaded on CPUs"),
+        "optimizer_config.offload_after_step": ours(
+            "false = the optimizer keeps its memory while jobs on the same GPUs take their turns",
+            EFFECT_TESTS,
+            f"{_TURNS}test_an_optimizer_that_is_not_to_leave_stays_on_the_gpu",
+            idle=_policy_alone,
+        ),
         **_fsdp(_without_fsdp),
-        "sequence_parallel_size": _SEQUENCE_PARALLEL,
-        "use_torch_compile": NoEffect("nothing is compiled"),
-        "record_memory": NoEffect("it records CUDA memory"),
+        "sequence_parallel_size": SEQUENCE_PARALLEL,
+        "use_torch_compile": NoEffect("entropy is taken in chunks that are not compiled"),
+        "record_memory": ours(
+            "what is in a training rank's GPU memory, written to ckpt_path/memory_snapshots after each backward pass "
+            "and step",
+            EFFECT_TESTS,
+            f"{_MEMORY}test_snapshots_are_written_where_skyrls_workers_write_them",
+            idle=on_cpus,
+        ),
         "torch_profiler_config.enable": ours(
             "torch.profiler in the policy's training ranks",
             f"{_PROFILING}TestHooks::test_a_run_starts_steps_and_stops_the_profilers",
@@ -271,8 +305,8 @@ REFERENCE: dict[str, Entry] = under(
     {
         "model.path": ours("the reference model of a KL term; unset = the policy's", idle=without_reference),
         **dict.fromkeys(_ADAPTERS, NoEffect("SkyRL does not read it: a reference model has no adapter")),
-        "sequence_parallel_size": _SEQUENCE_PARALLEL,
-        **_fsdp(first_of(without_reference, _without_fsdp)),
+        "sequence_parallel_size": SEQUENCE_PARALLEL,
+        **_fsdp(first_of(without_reference, _without_fsdp), sharding=_REPLICATED, offloading=_REPLICATED),
         "model_config_kwargs": ours(
             "as the policy's, for the reference model",
             _CONFIG_TEST,
@@ -307,7 +341,9 @@ CRITIC: dict[str, Entry] = under(
             "warm-up, in optimizer steps of the critic", idle=first_of(without_critic, _constant_rate("critic"))
         ),
         "optimizer_config.scheduler": ours("the schedule of that name in transformers", idle=without_critic),
-        "optimizer_config.offload_after_step": NoEffect("nothing is offloaded on CPUs"),
+        "optimizer_config.offload_after_step": ours(
+            "as the policy's, with trainer.placement.colocate_all", idle=first_of(without_critic, _critic_alone)
+        ),
         **_fsdp(first_of(without_critic, _without_fsdp)),
         "sequence_parallel_size": ours(
             "every rank is data-parallel here; rows of an uneven mini-batch weigh what SkyRL's ranks would give them",

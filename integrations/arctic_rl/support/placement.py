@@ -2,27 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from .entries import (
+    EFFECT_TESTS,
+    SEQUENCE_PARALLEL,
     Entry,
     NoEffect,
     base_is_reference,
     first_of,
+    on_cpus,
     ours,
+    refusal,
     under,
     without_critic,
     without_reference,
 )
 
-_CHUNKS = NoEffect("log-probs are taken in chunks of the server's own size")
+_CHUNKS = NoEffect(
+    "log-probs are taken in chunks; write trainer.arctic_rl.logits_optimization_peak_mem_size_in_gib for their size"
+)
 _MEGATRON_HEAD = NoEffect("how Megatron's LM head is computed, not what")
 _NO_RANKS = first_of(without_reference, base_is_reference)
 _TURNS = "tests/arctic_rl/test_colocated.py::"
+_MEMORY = "tests/arctic_rl/server/test_gpu_memory.py::"
 
 
 def _not_alone(cfg: Any) -> str | None:
     return "trainer.placement.colocate_all=true rules it" if cfg.trainer.placement.colocate_all else _NO_RANKS(cfg)
+
+
+def _flash(setting: str, value: Any, cfg: Any) -> Iterable[str]:
+    attention = cfg.trainer.arctic_rl.attention
+    if not value and attention is not None and attention.startswith("flash_attention"):
+        yield refusal(
+            setting, value, f"trainer.arctic_rl.attention={attention} says otherwise", "leave one of them out"
+        )
 
 
 def _without_checkpointing(cfg: Any) -> str | None:
@@ -58,8 +74,13 @@ PLACEMENT: dict[str, Entry] = under(
             },
         ),
         "strategy": NoEffect("DeepSpeed ZeRO trains, with the optimizer of SkyRL's fsdp, whichever is named"),
-        "sequence_parallel_backend": NoEffect("every rank is data-parallel here"),
-        "use_expandable_segments": NoEffect("it sets CUDA's allocator"),
+        "sequence_parallel_backend": SEQUENCE_PARALLEL,
+        "use_expandable_segments": ours(
+            "training ranks take GPU memory in segments that grow; weights in the usual one, which CUDA IPC can share",
+            EFFECT_TESTS,
+            f"{_MEMORY}test_weights_are_taken_from_memory_that_can_be_shared",
+            idle=on_cpus,
+        ),
         "gradient_checkpointing": ours("activations are computed again in the backward pass"),
         "gradient_checkpointing_use_reentrant": ours(
             "which of PyTorch's two implementations", idle=_without_checkpointing
@@ -73,7 +94,12 @@ PLACEMENT: dict[str, Entry] = under(
         ),
         "max_tokens_per_microbatch": ours("tokens of a micro-batch, in place of both row counts"),
         "remove_microbatch_padding": NoEffect("rows are always packed, and nothing depends on it"),
-        "flash_attn": NoEffect("on CPUs attention runs segment by segment"),
+        "flash_attn": ours(
+            "false = rows that share no prompts are attended to by sdpa; shared prompts have kernels of their own, "
+            "which take flash-attn where it is installed",
+            limit=_flash,
+            idle=on_cpus,
+        ),
         "logprobs_chunk_size": _CHUNKS,
         "vocab_entropy_chunk_size": _CHUNKS,
         "vocab_entropy_chunk_memory_mb": _CHUNKS,

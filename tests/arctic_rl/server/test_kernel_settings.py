@@ -54,6 +54,20 @@ def test_a_missing_package_is_named(monkeypatch):
         liger.apply_liger(tiny_model())
 
 
+@pytest.mark.parametrize("use_zorro", [None, False])
+def test_rows_on_gpus_are_attended_to_without_flash_attention_where_the_recipe_says_so(
+    tmp_path, monkeypatch, use_zorro
+):
+    """A model whose attention drops out in training shares no prompts."""
+    tiny_model("qwen3", attention_dropout=0.3).save_pretrained(tmp_path)
+    monkeypatch.setattr(kernel_settings, "find_spec", lambda name: None)
+    changes = {"device": "cuda", "zero_stage": 3, "use_zorro": use_zorro, "flash_attention": False}
+    asked = spec(model_path=str(tmp_path), **changes)
+    assert load_model(asked).config._attn_implementation == "sdpa"
+    with pytest.raises(UnsupportedError, match="there is no module flash_attn"):
+        load_model(dataclasses.replace(asked, flash_attention=True))
+
+
 def test_each_attention_on_cpus_reaches_the_model_and_gives_the_same_log_probs(tmp_path):
     tiny_model("qwen3").save_pretrained(tmp_path)
     generator = torch.Generator().manual_seed(3)

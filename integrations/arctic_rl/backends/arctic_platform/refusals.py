@@ -54,6 +54,13 @@ def _server(cfg: Any) -> Iterator[str]:
             f"{_ARCTIC}.attention={arctic.attention!r}: rows of a micro-batch see each other on this server without "
             f"flash attention: write {' or '.join(FLASH_ATTENTION)}"
         )
+    if not cfg.trainer.flash_attn:
+        yield (
+            "trainer.flash_attn=False: rows of a micro-batch see each other on this server without flash attention: "
+            "write true"
+        )
+    if cfg.trainer.policy.record_memory:
+        yield "trainer.policy.record_memory=True: this server writes no snapshots of its memory: write false"
     if engine.pipeline_parallel_size > 1:
         yield (
             f"generator.inference_engine.pipeline_parallel_size={engine.pipeline_parallel_size}: this server counts "
