@@ -11,7 +11,7 @@ from integrations.arctic_rl.server.allocator import ENVIRONMENT, Segments
 from integrations.arctic_rl.server.memory_snapshots import MemorySnapshots
 from integrations.arctic_rl.server.sampling_spec import engine_environment
 from integrations.arctic_rl.server.training_worker import TrainingWorker
-from tests.arctic_rl.backends.fake_cluster import SAMPLING, TRAINED
+from tests.arctic_rl.specs import sampling_spec, training_spec
 
 NAMES = ("forward_backward_1", "optim_step_2")
 ON, OFF = "expandable_segments:True", "expandable_segments:False"
@@ -35,7 +35,7 @@ def events(monkeypatch):
 
 def worker(tmp_path, monkeypatch, events, **changes):
     result = object.__new__(TrainingWorker)
-    spec = dataclasses.replace(TRAINED, device="cuda", use_zorro=False, **changes)
+    spec = training_spec(device="cuda", **changes)
     monkeypatch.setattr("integrations.arctic_rl.server.training_worker.open_worker_log", lambda _: None)
     monkeypatch.setattr("integrations.arctic_rl.server.training_worker.end_with_parent", lambda: None)
     result.__init__(spec, 1, 2, str(tmp_path / "log"))
@@ -71,7 +71,7 @@ def test_what_the_user_told_the_allocator_stays(monkeypatch, events, name):
 
 
 def test_an_engine_is_told_at_its_start(monkeypatch, events):
-    asked = dataclasses.replace(SAMPLING, device="cuda", expandable_segments=True)
+    asked = sampling_spec(device="cuda", expandable_segments=True)
     new, old = ENVIRONMENT
     assert not set(ENVIRONMENT) & engine_environment(dataclasses.replace(asked, expandable_segments=False)).keys()
     plain = engine_environment(asked)

@@ -27,6 +27,7 @@ from integrations.arctic_rl.server.engine import (
 from integrations.arctic_rl.server.lora import add_adapters
 from integrations.arctic_rl.server.specs import LoraSpec, OptimizerSpec, TrainingSpec
 from tests.arctic_rl.processors.helpers import VOCAB, tiny_model
+from tests.arctic_rl.specs import training_spec
 
 LORA = LoraSpec(rank=2, alpha=4, dropout=0.0, target_modules="all-linear", exclude_modules=None, init_method="kaiming")
 CASES = {
@@ -45,24 +46,11 @@ BESIDE = 4096
 """Bytes of buffers and of the rows of a trial."""
 
 
+OPTIMIZER = OptimizerSpec(1e-2, (0.9, 0.95), 0.1, 0.5, "constant", 0)
+
+
 def spec(path: str, **changes) -> TrainingSpec:
-    return TrainingSpec(
-        **{
-            "role": "policy",
-            "model_path": path,
-            "dtype": "bfloat16",
-            "zero_stage": 3,
-            "optimizer": OptimizerSpec(1e-2, (0.9, 0.95), 0.1, 0.5, "constant", 0),
-            "gradient_checkpointing": False,
-            "gradient_checkpointing_use_reentrant": False,
-            "seed": 0,
-            "device": "cpu",
-            "threads": 1,
-            "processor_modules": (),
-            "loss_fn": None,
-        }
-        | changes
-    )
+    return training_spec(path, **{"dtype": "bfloat16", "zero_stage": 3, "optimizer": OPTIMIZER} | changes)
 
 
 class Device(TorchFunctionMode):
