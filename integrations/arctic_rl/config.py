@@ -38,7 +38,8 @@ class ArcticRLConfig:
     its logs. A key that another setting rules must agree with it, one that would be lost is refused."""
     device: Literal["cpu", "cuda"] | None = None
     """Where models run: cpu = each "GPU" of the recipe is a process on the first node; cuda = GPUs that Ray gives;
-    None = cuda where the Ray cluster has GPUs, or in a dry run this machine, else cpu."""
+    None = cuda where the Ray cluster has GPUs (in a dry run: cluster_gpus, this machine, or a cluster that is up),
+    else cpu."""
     cluster_gpus: list[int] | None = None
     """GPUs of each node of the cluster that a dry run and the doctor plan for, such as [8,8,4]; None = in a dry run as
     many nodes as the recipe's own counts need, for the doctor this machine."""

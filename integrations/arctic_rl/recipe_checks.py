@@ -136,7 +136,7 @@ def worker_count_problems(cfg: Any) -> Iterator[str]:
     try:
         plan_placement(placement_request(config), ClusterDescription((Node("this machine", 1, 0),)))
     except PlacementError as error:
-        yield str(error)
+        yield f"{error}; for a cluster with GPUs that is not seen from here write trainer.arctic_rl.device=cuda"
 
 
 def gpu_placement_problems(cfg: Any) -> Iterator[str]:
@@ -148,8 +148,7 @@ def gpu_placement_problems(cfg: Any) -> Iterator[str]:
     from .described_placement import gpu_plan
     from .devices import device_here
 
-    on_gpus = device_here(cfg) == "cuda" or cfg.trainer.arctic_rl.cluster_gpus is not None
-    if backend_name(cfg) != "builtin" or not on_gpus:
+    if backend_name(cfg) != "builtin" or device_here(cfg) == "cpu":
         return
     try:
         gpu_plan(cfg)

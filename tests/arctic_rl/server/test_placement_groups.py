@@ -1,5 +1,8 @@
 """Plans reserved in a real Ray cluster of two nodes whose GPUs are numbers alone, by actors that say what they got."""
 
+import os
+import subprocess
+import sys
 import time
 
 import pytest
@@ -94,3 +97,21 @@ def test_shared_gpus_are_those_of_the_plan_and_others_wait_for_them(two_nodes):
     while free_gpus() < 2 * GPUS and time.monotonic() < deadline:
         time.sleep(0.2)
     assert free_gpus() == 2 * GPUS
+
+
+DEVICE = """
+from integrations.arctic_rl.devices import device_here
+from integrations.arctic_rl.skyrl_config import parse_config
+import ray
+print(device_here(parse_config(["trainer.logger=console"])), ray.is_initialized())
+"""
+
+
+def test_a_recipe_that_would_join_a_cluster_with_gpus_is_for_gpus(two_nodes):
+    """Where it is typed there are none, as on the head of many clusters."""
+    import ray
+
+    address = ray.get_runtime_context().gcs_address
+    environment = {**os.environ, "RAY_ADDRESS": address}
+    done = subprocess.run([sys.executable, "-c", DEVICE], capture_output=True, text=True, env=environment, timeout=120)
+    assert done.stdout.splitlines()[-1:] == ["cuda False"], (done.stdout, done.stderr)
