@@ -9,8 +9,7 @@ import time
 import psutil
 import pytest
 
-from integrations.arctic_rl.backends import builtin
-from integrations.arctic_rl.backends.builtin import BuiltinBackend
+from integrations.arctic_rl.backends.builtin import BuiltinBackend, workers
 from integrations.arctic_rl.errors import WorkerDiedError
 from integrations.arctic_rl.server.specs import ServerConfig
 from tests.arctic_rl.backends.fake_cluster import SAMPLING, TRAINED
@@ -48,7 +47,7 @@ def backend(tmp_path, monkeypatch):
         async def shutdown(self): ...
 
     tiny_model().save_pretrained(tmp_path / "model")
-    monkeypatch.setattr(builtin, "SamplingWorker", Engine)
+    monkeypatch.setattr(workers, "SamplingWorker", Engine)
     config = ServerConfig(
         policy=dataclasses.replace(TRAINED, model_path=str(tmp_path / "model"), zorro_self_check=False),
         critic=None,
@@ -80,7 +79,7 @@ def test_a_rank_that_stands_still_ends_the_run(backend, tmp_path):
         await backend.fwd_bwd(batch, META, PROCESSING)
         await backend.step()
         await backend.save_checkpoint("policy", str(tmp_path / "saved"))
-        ranks = [backend._process_ids[f"policy-{rank}"][0] for rank in range(2)]
+        ranks = [backend._workers.process_ids[f"policy-{rank}"][0] for rank in range(2)]
         os.kill(ranks[1], signal.SIGSTOP)
         begun = time.monotonic()
         try:
