@@ -14,7 +14,7 @@ from typing import Any
 
 from .callback_uses import callback_problems, source_file
 from .errors import ArcticError, ConfigError
-from .node_watch import check_node, node_processes
+from .node_watch import check_node, end_node, node_processes, started_node
 
 CANCEL_GRACE_S = 40.0
 NODE_CHECK_S = 2.0
@@ -142,9 +142,11 @@ def cleaned_up() -> Iterator[str]:
     except KeyboardInterrupt:
         raise ArcticError("interrupted: the run was stopped and its workers with it") from None
     finally:
+        node = started_node() if started_ray else []
         if started_ray:
             ray.shutdown()
         kill_run(run_id)
+        end_node(node)
         remove_run_directories(run_id)
         signal.signal(signal.SIGTERM, previous)
 
