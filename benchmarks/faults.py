@@ -168,7 +168,7 @@ def run(cells: list[Cell], inputs: tuple[Path, Path], folder: Path) -> bool:
         known = processes(folder)
         if not must_end:
             process.wait(timeout=RUN_LIMIT_S * len(cells))
-        left = _wait_until_gone(process, known | processes(folder), END_LIMIT_S + TIMEOUT_S + 30)
+        left, last = _wait_until_gone(process, known | processes(folder), END_LIMIT_S + TIMEOUT_S + 30)
         gone_at = time.time()
     except (RuntimeError, subprocess.TimeoutExpired) as error:
         held = [_print_cell(cell, None, [str(error)]) for cell in cells]
@@ -183,14 +183,12 @@ def run(cells: list[Cell], inputs: tuple[Path, Path], folder: Path) -> bool:
     seconds = [end - blow["at"] for blow, end in zip(blows, ends, strict=False)]
     if len(seconds) < len(cells):
         problems.append(f"{len(blows)} of {len(cells)} blows fell, and {len(ends)} were recovered from")
-    more = problems, process.returncode, _said(output)
-    held = [_print_cell(cell, taken, *more) for cell, taken in itertools.zip_longest(cells, seconds)]
+    more = {"status": process.returncode, "said": _said(output), "last": last}
+    held = [_print_cell(cell, taken, problems, **more) for cell, taken in itertools.zip_longest(cells, seconds)]
     return all(held)
 
 
-def _print_cell(
-    cell: Cell, seconds: float | None, problems: list[str], status: int | None = None, said: str = ""
-) -> bool:
+def _print_cell(cell: Cell, seconds: float | None, problems: list[str], **more: Any) -> bool:
     must_end = ends_the_run(cell.victim, cell.phase)
     if seconds is not None and cell.how == "stopped":
         seconds -= TIMEOUT_S
@@ -201,9 +199,8 @@ def _print_cell(
         "max",
         outcome="the run ended" if must_end else "the engine was replaced",
         seconds=None if seconds is None else round(seconds, 1),
-        status=status,
         problems=problems,
-        said=said,
+        **more,
     )
 
 
@@ -226,25 +223,24 @@ def _until_hurt(process: subprocess.Popen, folder: Path) -> None:
         time.sleep(0.1)
 
 
-def _wait_until_gone(process: subprocess.Popen, known: dict[int, Any], limit_s: float) -> list[str]:
-    """Which of the run's processes, and of those that join it, are there after the limit."""
+def _wait_until_gone(process: subprocess.Popen, known: dict[int, Any], limit_s: float) -> tuple[list[str], list[str]]:
+    """Which of the run's processes, and of those that join it, are there after the limit; and which were the last."""
     import psutil
 
-    deadline = time.monotonic() + limit_s
+    deadline, last = time.monotonic() + limit_s, []
     while time.monotonic() < deadline:
         process.poll()
         for each in list(known.values()):
             with contextlib.suppress(psutil.Error):
                 known |= {child.pid: child for child in each.children(recursive=True)}
-        alive = [each for each in known.values() if _alive(each)]
-        if not alive:
-            return []
+        if not (alive := [name for each in known.values() if (name := _alive(each))]):
+            return [], last
+        last = alive
         time.sleep(0.1)
-    names = [f"left running: {each.pid} {' '.join(each.cmdline())[:80]}" for each in known.values() if _alive(each)]
     for each in known.values():
         if _alive(each):
             each.kill()
-    return names
+    return [f"left running: {name}" for name in last], last
 
 
 def _left_in_memory(known: dict[int, Any]) -> list[str]:
@@ -253,13 +249,14 @@ def _left_in_memory(known: dict[int, Any]) -> list[str]:
     return [f"left in shared memory: {folder}" for folder, owner, _ in run_directories() if owner in known]
 
 
-def _alive(process: Any) -> bool:
+def _alive(process: Any) -> str:
+    """A process that is there, by its id and title; empty where it is gone."""
     import psutil
 
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+    with contextlib.suppress(psutil.NoSuchProcess):
+        if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+            return f"{process.pid} {' '.join(process.cmdline()).strip()[:80]}"
+    return ""
 
 
 def _problems(cells: list[Cell], folder: Path, output: str, status: int) -> list[str]:
@@ -301,7 +298,7 @@ def _problems(cells: list[Cell], folder: Path, output: str, status: int) -> list
 def _said(output: str) -> str:
     """The line that says why the run ended, or that an engine was restarted."""
     lines = [line for line in output.splitlines() if line.startswith("error:") or "is restarted" in line]
-    return lines[-1][:200] if lines else ""
+    return lines[-1][lines[-1].index("worker ") if "is restarted" in lines[-1] else 0 :][:200] if lines else ""
 
 
 def _cell(text: str) -> Cell:

@@ -148,9 +148,10 @@ def test_the_next_blow_waits_for_the_engine_and_for_another_checkpoint(tmp_path,
 
 
 def test_what_is_left_running_is_told_and_ended(victim):
-    (left,) = _wait_until_gone(victim, {victim.pid: psutil.Process(victim.pid)}, 0.2)
-    assert left.startswith(f"left running: {victim.pid} ")
+    (left,), (last,) = _wait_until_gone(victim, {victim.pid: psutil.Process(victim.pid)}, 0.2)
+    assert left == f"left running: {last}" and last.startswith(f"{victim.pid} {sys.executable}")
     victim.wait(timeout=20)
+    assert _wait_until_gone(victim, {}, 0.2) == ([], [])
 
 
 def test_a_run_that_should_have_gone_on_is_judged(tmp_path):

@@ -34,9 +34,9 @@ def redirect_output(log_file: str) -> None:
 
 
 def end_with_parent() -> None:
-    """In a process of a run, end within a second or so of the end of the process that started it, a node's raylet, and
-    remove the run's folder in shared memory.
+    """In a process of a run, end within a second or so of the end of the process that started it, a node's raylet.
 
+    What this process started itself ends with it, and the run's folder in shared memory is removed.
     Ray's own workers take a minute to notice that their raylet and the control process are gone. Its agents, which
     try for a minute to report it, are ended too where the driver of the run had started that raylet.
     """
@@ -54,6 +54,8 @@ def _end_with(parent: int, run_id: str) -> None:
     for agent in agents:
         with contextlib.suppress(psutil.Error):
             agent.kill()
+    # One that is still importing would notice only behind its imports.
+    kill_processes(own_process_ids()[1:])
     remove_run_directories(run_id)
     os._exit(1)
 

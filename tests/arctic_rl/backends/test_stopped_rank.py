@@ -83,7 +83,9 @@ def test_a_rank_that_stands_still_ends_the_run(backend, tmp_path):
         os.kill(ranks[1], signal.SIGSTOP)
         begun = time.monotonic()
         try:
-            with pytest.raises(WorkerDiedError, match=r"worker policy-1 died \(no sign of life.*worker_timeout_s=3.0"):
+            with pytest.raises(
+                WorkerDiedError, match=r"worker policy-1 died \(policy-1: no sign of life .*worker_timeout_s=3.0"
+            ):
                 await backend.fwd_bwd(batch, META, PROCESSING)
             await backend.shutdown()
         finally:

@@ -35,13 +35,17 @@ def test_a_resource_tracker_may_end_by_itself():
     assert not psutil.pid_exists(tracker.pid)
 
 
-CHILD = "from integrations.arctic_rl.server.process import end_with_parent; import time; end_with_parent(); "
+CHILD = """
+from integrations.arctic_rl.server.process import end_with_parent
+import subprocess, time
+end_with_parent()
+grandchild = subprocess.Popen(["sleep", "60"])
+"""
 PARENT = f"""
 import subprocess, sys, time
-code = {CHILD!r} + "print(1, flush=True); time.sleep(60)"
+code = {CHILD!r} + "print(grandchild.pid, flush=True); time.sleep(60)"
 child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
-child.stdout.readline()
-print(child.pid, flush=True)
+print(child.stdout.readline().decode(), child.pid, sep="", flush=True)
 time.sleep(60)
 """
 
@@ -52,14 +56,15 @@ def test_a_runs_process_ends_with_the_one_that_started_it(of_a_run, monkeypatch)
     more = {RUN_ID_VARIABLE: "run-d"} if of_a_run else {}
     command = [sys.executable, "-c", PARENT]
     with subprocess.Popen(command, env={**os.environ, **more}, stdout=subprocess.PIPE, text=True) as parent:
-        child = psutil.Process(int(parent.stdout.readline()))
+        started = [psutil.Process(int(parent.stdout.readline())) for _ in range(2)]
         parent.kill()
     try:
-        _, alive = psutil.wait_procs([child], timeout=20 if of_a_run else 2)
-        assert (alive == []) is of_a_run
+        _, alive = psutil.wait_procs(started, timeout=20 if of_a_run else 2)
+        assert alive == ([] if of_a_run else started)
     finally:
-        if child.is_running():
-            child.kill()
+        for process in started:
+            if process.is_running():
+                process.kill()
 
 
 def test_a_log_tail_without_a_file_says_so(tmp_path):
@@ -94,8 +99,8 @@ def test_a_killed_run_leaves_nothing_in_shared_memory(monkeypatch):
     monkeypatch.setenv(RUN_ID_VARIABLE, "run-e")
     folder = run_directory.run_directory("run-e")
     with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True) as parent:
-        child = psutil.Process(int(parent.stdout.readline()))
+        started = [psutil.Process(int(parent.stdout.readline())) for _ in range(2)]
         assert os.path.isdir(folder)
         parent.kill()
-    _, alive = psutil.wait_procs([child], timeout=20)
+    _, alive = psutil.wait_procs(started, timeout=20)
     assert alive == [] and not os.path.exists(folder)
