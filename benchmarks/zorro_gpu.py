@@ -22,11 +22,11 @@ import torch
 from benchmarks.packing import Engine
 from benchmarks.report import at_least, print_line
 from benchmarks.zorro import Case, register_loss, rollouts_of, update
-from integrations.arctic_rl.zorro.attention import register_shared_attention, shared_attention
+from integrations.arctic_rl.zorro.attention import register_shared_attention
 from integrations.arctic_rl.zorro.cost import cost_model, group_cost
-from integrations.arctic_rl.zorro.groups import RowGroup, own_groups
+from integrations.arctic_rl.zorro.groups import own_groups
+from integrations.arctic_rl.zorro.kernel_check import KERNEL_BOUND, kernel_error
 from integrations.arctic_rl.zorro.kernels import KERNELS, ScoreSettings
-from integrations.arctic_rl.zorro.layout import share_rows
 
 ATTENTION = {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936}
 SHAPES = {
@@ -55,7 +55,6 @@ CASES = {
     ),
 }
 CHECKPOINTED = ("4B", "8B")
-BACK_END_BOUND = 2e-2
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "B200": 2250e12, "A100": 312e12, "L40S": 362e12}
 """Dense bfloat16 operations a second, from the vendor's data sheets."""
 
@@ -71,23 +70,7 @@ def installed_back_ends(device: str) -> list[str]:
 
 def back_end_error(name: str, device: str) -> float:
     """Largest relative distance of a back end's output and gradients in bfloat16 from the plain ones in float32."""
-    generator = torch.Generator().manual_seed(0)
-    lengths = torch.tensor([700, 513, 640, 301, 1])
-    ids = torch.arange(700).repeat(5, 1)
-    ids[3:] += 1000
-    mask = torch.arange(700) < lengths[:, None]
-    groups = [RowGroup((0, 1, 2), 512), RowGroup((3,), 301), RowGroup((4,), 1)]
-    segments = share_rows(ids.to(device), mask.to(device), groups).segments
-    settings = ScoreSettings(128**-0.5)
-    shapes = [(segments.num_tokens, heads, 128) for heads in (8, 2, 2, 8)]
-    values = [torch.randn(shape, generator=generator).bfloat16() for shape in shapes]
-    results = []
-    for back_end, dtype in ((name, torch.bfloat16), ("math", torch.float32)):
-        q, k, v, grad = (value.to(device, dtype) for value in values)
-        inputs = [x.requires_grad_() for x in (q, k, v)]
-        out = shared_attention(*inputs, segments, settings, KERNELS[back_end])
-        results.append([out.detach(), *torch.autograd.grad(out, inputs, grad)])
-    return max(float((ours.float() - exact).norm() / exact.norm()) for ours, exact in zip(*results, strict=True))
+    return kernel_error(KERNELS[name], torch.bfloat16, ScoreSettings(128**-0.5), (128, 128), device)
 
 
 def model_of(shape: str, device: str) -> torch.nn.Module:
@@ -182,7 +165,7 @@ def main(argv: list[str] | None = None) -> int:
     ok = []
     for name in installed_back_ends(args.device):
         error = back_end_error(name, args.device)
-        ok.append(print_line("zorro_gpu/back_end", error, BACK_END_BOUND, "max", back_end=name))
+        ok.append(print_line("zorro_gpu/back_end", error, KERNEL_BOUND, "max", back_end=name))
     for shape in args.shapes:
         engine = Engine(model_of(shape, args.device))
         for case in CASES["tiny" if shape == "tiny" else "full"]:

@@ -16,7 +16,8 @@ from torch import nn
 
 from ..errors import UnsupportedError
 from ..processors.attention import note_call, padding_mask_only, varlen_attention_forward
-from .kernels import Kernel, ScoreSettings, choose_kernel
+from .kernel_check import checked_kernel
+from .kernels import Kernel, ScoreSettings
 from .layout import SharedSegments
 from .passes import AttentionPass, packed_pass
 
@@ -110,7 +111,7 @@ def shared_attention_forward(
         window=None if sliding_window is None or longest_row <= sliding_window else sliding_window,
         softcap=softcap,
     )
-    kernel = choose_kernel(query.device.type, query.dtype, settings, head_dims=(key.shape[-1], value.shape[-1]))
+    kernel = checked_kernel(query.device.type, query.dtype, settings, head_dims=(key.shape[-1], value.shape[-1]))
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     if packed:
         own = packed_pass(cu_seq_lens_q, longest_row, num_tokens, looping=kernel.looping)

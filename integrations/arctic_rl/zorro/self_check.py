@@ -24,8 +24,10 @@ _CHECKED: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
 """Names of the checks that a model has passed."""
 
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.05}
-"""Mean difference of log-probs, in nats, by the model's dtype. Attention to a wrong token costs a trained model far
-more; in 16 bits either way of computing is off by about 0.01 nat."""
+"""Mean difference of log-probs, in nats, by the model's dtype; in 16 bits of their standard deviation where that is
+above 1 nat. A trained model gives random tokens log-probs of some -15 nats with a deviation of 3, and rounding in its
+thirty layers moves them by 0.1 to 0.15 (SmolLM2-135M), so that two right ways of computing may differ by as much;
+without their prefix they move by 0.6. What attention itself gets wrong is seen closer by (:mod:`.kernel_check`)."""
 
 _PREFIX = 12
 _SUFFIXES = (1, 4, 7)
@@ -75,8 +77,9 @@ def check_rows(module: Any, logprobs: LogProbs, vocab_size: int, device: torch.d
     ids, mask, groups = _rows(vocab_size, device)
     shared = share_rows(ids, mask, groups)
     with _mode(module, False):
-        mean, largest = _differences(logprobs(shared), logprobs(pack_rows(ids, mask)), shared)
-    tolerance = _tolerance(module)
+        once, unshared = logprobs(shared), logprobs(pack_rows(ids, mask))
+    mean, largest = _differences(once, unshared, shared)
+    tolerance = _tolerance(module, unshared[shared.scored_mask])
     if not mean <= tolerance:
         raise ArcticError(
             f"{type(module).__name__} gives other log-probs where prompts are shared than where they are not, in "
@@ -99,7 +102,7 @@ def check_draws(module: Any, logprobs: LogProbs, vocab_size: int, device: torch.
     with _mode(module, True), random_states, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="None of the inputs have requires_grad=True")
         mean, _ = _differences(logprobs(shared), logprobs(shared), shared)
-    if not mean <= _tolerance(module):
+    if not mean <= _TOLERANCE[_dtype(module)]:
         raise ArcticError(
             f"{type(module).__name__} draws at random in training, so prompts cannot be shared between rollouts, "
             f"which would each draw for themselves: two runs over the same tokens differ by {mean:.3g} nats on "
@@ -111,8 +114,10 @@ def _dtype(module: Any) -> torch.dtype:
     return next(parameter.dtype for parameter in module.parameters() if parameter.is_floating_point())
 
 
-def _tolerance(module: Any) -> float:
-    return _TOLERANCE[_dtype(module)]
+def _tolerance(module: Any, logprobs: torch.Tensor) -> float:
+    """Of the mean difference, for a model that gives these log-probs."""
+    tolerance = _TOLERANCE[_dtype(module)]
+    return tolerance * max(1.0, logprobs.double().std().item()) if _dtype(module).itemsize == 2 else tolerance
 
 
 def _differences(one: torch.Tensor, other: torch.Tensor, rows: SharedRows) -> tuple[float, float]:

@@ -51,3 +51,18 @@ def test_a_model_that_drops_the_layout_is_stopped_every_time(dtype: torch.dtype)
     for _ in range(2):
         with pytest.raises(ArcticError, match=r"Qwen3ForCausalLM gives other log-probs.*use_zorro=false"):
             check_once(model, logprobs, VOCAB, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(("spread", "off", "passes"), [(3.0, 0.2, True), (3.0, 0.5, False), (0.5, 0.2, False)])
+def test_in_16_bits_a_difference_is_held_against_the_spread_of_log_probs(spread, off, passes):
+    model = family_model("llama").bfloat16()
+
+    def logprobs(rows):
+        values = spread * torch.randn(rows.shape, generator=torch.Generator().manual_seed(1)) - 15
+        return values + off if isinstance(rows, SharedRows) else values
+
+    if passes:
+        assert check_once(model, logprobs, VOCAB, torch.device("cpu")) == pytest.approx(off)
+        return
+    with pytest.raises(ArcticError, match="gives other log-probs"):
+        check_once(model, logprobs, VOCAB, torch.device("cpu"))
