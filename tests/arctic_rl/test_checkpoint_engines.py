@@ -123,6 +123,35 @@ def adapters(models, world_size, stage, *more):
     return settings(models, world_size, stage, *(f"trainer.policy.model.lora.{it}" for it in lora), reference, *more)
 
 
+def test_two_runs_on_equal_rollouts_are_equal_bit_for_bit(tmp_path, models, processes, loop):
+    """Weights, moments and random states, and every metric but times; the second time on ranks of their own.
+
+    Those have other hash seeds. Dropout of adapters takes its draws from the recipe's seed.
+    """
+    if processes.world_size == 1:
+        pytest.skip("on two ranks sums could differ too")
+    short = ("trainer.epochs=2", "trainer.ckpt_interval=2")
+    dropout = ("trainer.policy.model.lora.dropout=0.1", "trainer.bf16=true")
+    cases = {"ZeRO 3": settings(models, 2, 3, *short), "adapters": adapters(models, 2, 2, *short, *dropout)}
+    recording, runs = {}, {}
+    (tmp_path / "ranks").mkdir()
+    with rank_processes(2, tmp_path / "ranks") as others:
+        for number, ranks in enumerate((processes, others)):
+            for name, overrides in cases.items():
+                cfg = config(tmp_path / name / str(number), *overrides)
+                runs[name, number] = train(cfg, ranks, loop, recording)
+    steps = [1, 2, 3, 4]
+    assert len(recording) == len(steps), "equal rollouts"
+    for name, parts in {"ZeRO 3": ("policy", "ref"), "adapters": ("policy",)}.items():
+        first, second = (runs[name, number] for number in range(2))
+        assert sorted(first.logs) == steps
+        assert len({log["policy/policy_kl"] for log in first.logs.values()}) == len(steps)
+        assert second.logs == first.logs and second.lines == first.lines, name
+        for step in (2, 4):
+            saved = (tmp_path / name / str(number) / "checkpoints" / f"global_step_{step}" for number in range(2))
+            assert_same_checkpoint(*saved, parts=parts)
+
+
 def own_log_probs(model, batch):
     with torch.no_grad():
         return action_log_probs(model.eval(), batch, 1.0)[0][batch["response_mask"].bool()]
