@@ -36,9 +36,10 @@ def redirect_output(log_file: str) -> None:
 def end_with_parent() -> None:
     """In a process of a run, end within a second or so of the end of the process that started it, a node's raylet.
 
-    What this process started itself ends with it, and the run's folder in shared memory is removed.
-    Ray's own workers take a minute to notice that their raylet and the control process are gone. Its agents, which
-    try for a minute to report it, are ended too where the driver of the run had started that raylet.
+    With it end other processes of the run that have lost the same parent, all that they started, and the run's folder
+    in shared memory. Ray's own workers take a minute to notice that their raylet and the control process are gone, and
+    those that only start half a minute. Ray's agents, which try for a minute to report it, are ended too where the
+    driver of the run had started that raylet.
     """
     if RUN_ID_VARIABLE in os.environ:
         arguments = (os.getppid(), os.environ[RUN_ID_VARIABLE])
@@ -54,10 +55,27 @@ def _end_with(parent: int, run_id: str) -> None:
     for agent in agents:
         with contextlib.suppress(psutil.Error):
             agent.kill()
-    # One that is still importing would notice only behind its imports.
-    kill_processes(own_process_ids()[1:])
+    kill_processes([*_orphans(run_id), *own_process_ids()[1:]])
     remove_run_directories(run_id)
     os._exit(1)
+
+
+def _orphans(run_id: str) -> list[int]:
+    """Other processes of a run that have come to the parent to which this one has, and their descendants."""
+    import psutil
+
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.pid != os.getpid() and process.ppid() == os.getppid() and _is_of_run(process, run_id):
+                found += [process.pid, *(child.pid for child in process.children(recursive=True))]
+    return found
+
+
+def _is_of_run(process: psutil.Process, run_id: str) -> bool:
+    """Whether a process carries the run's id, or is about to: Ray's starter of workers has it in its arguments."""
+    carried = process.environ().get(RUN_ID_VARIABLE)
+    return carried == run_id if carried is not None else any(run_id in part for part in process.cmdline())
 
 
 def _agents(raylet: int) -> list[psutil.Process]:

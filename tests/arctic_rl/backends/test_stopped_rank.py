@@ -1,7 +1,6 @@
 """A real rank that stands still, of two under Ray that meet by gloo: the other one waits for it, and the run ends."""
 
 import asyncio
-import dataclasses
 import os
 import signal
 import time
@@ -12,9 +11,9 @@ import pytest
 from integrations.arctic_rl.backends.builtin import BuiltinBackend, workers
 from integrations.arctic_rl.errors import WorkerDiedError
 from integrations.arctic_rl.server.specs import ServerConfig
-from tests.arctic_rl.backends.fake_cluster import SAMPLING, TRAINED
 from tests.arctic_rl.backends.test_faults import LIMIT_S
 from tests.arctic_rl.processors.helpers import ragged_batch, tiny_model
+from tests.arctic_rl.specs import sampling_spec, training_spec
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -49,10 +48,10 @@ def backend(tmp_path, monkeypatch):
     tiny_model().save_pretrained(tmp_path / "model")
     monkeypatch.setattr(workers, "SamplingWorker", Engine)
     config = ServerConfig(
-        policy=dataclasses.replace(TRAINED, model_path=str(tmp_path / "model"), zorro_self_check=False),
+        policy=training_spec(tmp_path / "model", zero_stage=2),
         critic=None,
         reference=None,
-        sampling=SAMPLING,
+        sampling=sampling_spec(),
         policy_ranks=2,
         critic_ranks=0,
         ref_ranks=0,
