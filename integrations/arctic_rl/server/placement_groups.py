@@ -109,21 +109,61 @@ def _devices(group: PlacementGroup, places: list[Place]) -> dict[Place, str]:
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     ask = ray.remote(num_cpus=0, num_gpus=1, max_retries=0)(_own_device)
-    answers = ray.get(
-        [
-            ask.options(
-                scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    placement_group=group, placement_group_bundle_index=number
-                )
-            ).remote()
-            for number in range(len(places))
-        ],
-        timeout=_PROBE_TIMEOUT_S,
-    )
-    for (node, gpu), (found, device) in zip(places, answers, strict=True):
+    asked = {
+        place: ask.options(
+            scheduling_strategy=PlacementGroupSchedulingStrategy(
+                placement_group=group, placement_group_bundle_index=number
+            )
+        ).remote()
+        for number, place in enumerate(places)
+    }
+    answers = _answers(asked, _PROBE_TIMEOUT_S)
+    for (node, gpu), (found, device) in answers.items():
         if found != node:
             raise PlacementError(f"Ray put GPU {gpu} of node {node} on node {found} (device {device})")
-    return {place: device for place, (_, device) in zip(places, answers, strict=True)}
+    return {place: device for place, (_, device) in answers.items()}
+
+
+def _answers(asked: dict[Place, Any], timeout_s: float) -> dict[Place, tuple[str, str]]:
+    """What the processes on GPUs answered.
+
+    Raises:
+        PlacementError: a process did not start in time, or failed.
+    """
+    import ray
+
+    _, late = ray.wait(list(asked.values()), num_returns=len(asked), timeout=timeout_s)
+    if late:
+        where = ", ".join(_named([place for place, ref in asked.items() if ref in late]))
+        raise PlacementError(
+            f"no Ray worker process was up on {where} within {timeout_s:g} s of its reservation, to tell which device "
+            "it has: on that node look at raylet.out and the newest worker-*.err in /tmp/ray/session_latest/logs (a "
+            "full disk or memory, another Python or Ray, a GPU that its driver does not see)"
+        )
+    answers = {}
+    for place, ref in asked.items():
+        try:
+            answers[place] = ray.get(ref)
+        except ray.exceptions.RayError as error:
+            first = next(iter(str(getattr(error, "cause", None) or error).strip().splitlines()), "")
+            raise PlacementError(
+                f"the Ray worker process on {_named([place])[0]} could not tell which device it has "
+                f"({type(error).__name__}: {first}): on that node look at nvidia-smi and the newest worker-*.err in "
+                "/tmp/ray/session_latest/logs"
+            ) from error
+    return answers
+
+
+def _named(places: list[Place]) -> list[str]:
+    addresses = _addresses()
+    return [f"GPU {gpu} of node {addresses.get(node, node)}" for node, gpu in places]
+
+
+def _addresses() -> dict[str, str]:
+    """Addresses of nodes, by their Ray ids."""
+    import ray
+
+    return {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
 
 
 def _own_device() -> tuple[str, str]:
@@ -136,7 +176,7 @@ def _own_device() -> tuple[str, str]:
 def _not_given(places: list[Place], timeout_s: float) -> str:
     import ray
 
-    names = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+    names = _addresses()
     wanted = Counter(names.get(node, node) for node, _ in places)
     where = ", ".join(f"{count} on {node}" for node, count in wanted.items())
     free, total = (resources.get("GPU", 0) for resources in (ray.available_resources(), ray.cluster_resources()))
