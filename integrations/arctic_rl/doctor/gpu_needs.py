@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
+from ..backends.turns import SAMPLING, sharing_jobs
 from ..placement import PlacementPlan, WorkerPlacement
 from ..server.specs import ServerConfig, TrainingSpec
 from .machine import Machine
@@ -15,6 +18,7 @@ from .memory import (
     loading_memory,
 )
 from .model_size import ModelSize
+from .phases import held, leaves_of, phases, stays_of
 
 GPU_PROCESS = GIB
 """What a CUDA context, NCCL and libraries' work spaces take in each process on a GPU; not measured."""
@@ -32,11 +36,13 @@ def gpu_needs(
     parts: dict[str, Parts],
     *,
     advice: str,
+    reference_follows: bool,
 ) -> tuple[list[str], list[str]]:
     """Lines about the fullest GPU and the fullest node, and what does not fit.
 
-    Jobs that share a GPU take turns: training and reference hold their states while engines sleep, and the other way
-    round. GPUs are taken to be as large as this machine's first; without any, nothing is compared.
+    Jobs that share a GPU take turns on it, and leave for the host between them: a GPU has to hold its largest phase,
+    and the host all that has left. GPUs are taken to be as large as this machine's first; without any, nothing is
+    compared.
 
     Args:
         config: the server's config, for GPUs.
@@ -45,32 +51,55 @@ def gpu_needs(
         sizes: of the policy, critic and reference, by job.
         parts: bytes of a rank of these jobs, by what they are for.
         advice: what to write where training does not fit.
+        reference_follows: ``trainer.update_ref_every_epoch``.
     """
     total = machine.gpus[0][1] if machine.gpus else None
     specs = {"policy": config.policy, "critic": config.critic, "ref": config.reference}
     on_gpu = {job: _on_gpu(specs[job], parts[job]) for job in parts}
-    lines = [f"{job}, {_millions(sizes[job])}, a rank on its GPU {_told(held)}" for job, held in on_gpu.items()]
+    lines = [f"{job}, {_millions(sizes[job])}, a rank on its GPU {_told(of)}" for job, of in on_gpu.items()]
     problems: list[str] = []
-    training, names = max((_training(plan, place, on_gpu) for place in plan.gpus), key=lambda item: item[0])
+    shared = sharing_jobs(
+        jobs=[*on_gpu, SAMPLING], colocate_all=config.colocate_all, colocate_policy_ref=config.colocate_policy_ref
+    )
+    sampling = config.sampling
+    weights = engine_memory(sizes["policy"], dtype=sampling.dtype, kv_cache=0, tensor_parallel_size=sampling.gpus)[
+        "weights"
+    ]
+
+    def largest(place: tuple[str, int]) -> tuple[int, str]:
+        tenants = plan.tenants(place)
+        phase = max(
+            phases(
+                [worker.job for worker in tenants],
+                shared,
+                on_gpu,
+                engine_weights=weights,
+                optimizers_that_stay=config.optimizers_that_stay,
+                reference_follows=reference_follows,
+            ),
+            key=lambda phase: phase.held,
+        )
+        who = ", ".join(f"{worker.job}-{worker.rank}" for worker in tenants)
+        return GPU_PROCESS * len(tenants) + phase.held, f"{phase.name}; {who}"
+
+    training, names = max(map(largest, plan.gpus), key=lambda item: item[0])
     lines.append(f"the fullest GPU in training ({names}): {_gib(training)}{_of(total)}")
     if total is not None and training > total:
         problems.append(f"training takes about {_gib(training)} of a GPU of {_gib(total)} ({names}): {advice}")
-    loading = {job: GPU_PROCESS + loading_memory(sizes[job]) for job in on_gpu}
-    job = max(loading, key=loading.__getitem__)
-    lines.append(f"the largest rank while it loads ({job}, whole and in float32): {_gib(loading[job])}{_of(total)}")
-    if total is not None and loading[job] > total:
-        problems.append(
-            f"each rank of the {job} loads its model whole and in float32, {_gib(loading[job])} of a GPU of "
-            f"{_gib(total)}, before anything is sharded or offloaded: write a smaller model"
-        )
-    engine_lines, engine_problems = _engine(config, plan, sizes["policy"], total)
+    stays = {
+        job: GPU_PROCESS + stays_of(job, of_job, shared, config.optimizers_that_stay) for job, of_job in on_gpu.items()
+    }
+    engine_lines, engine_problems = _engine(config, plan, sizes["policy"], total, stays)
     lines, problems = lines + engine_lines, problems + engine_problems
-    host = max(_host(plan, node, specs, sizes, parts, config) for node in {worker.node_id for worker in plan.workers})
-    lines.append(f"the fullest node's host memory {_gib(host)}, and this machine has {_gib(machine.memory)} free")
+    nodes = {worker.node_id for worker in plan.workers}
+    host, when = max(_host(plan, node, specs, sizes, parts, config, shared) for node in nodes)
+    lines.append(
+        f"the fullest node's host memory {_gib(host)} {when}, and this machine has {_gib(machine.memory)} free"
+    )
     if machine.gpus and host > machine.memory:
         problems.append(
-            f"ranks of one node take about {_gib(host)} of host memory and {_gib(machine.memory)} are free: place "
-            "fewer ranks on a node, or leave out offloading"
+            f"ranks of one node take about {_gib(host)} of host memory {when} and {_gib(machine.memory)} are free: "
+            "place fewer ranks on a node, leave out offloading, or write trainer.placement.colocate_all=false"
         )
     return lines, problems
 
@@ -86,14 +115,8 @@ def _moved(spec: TrainingSpec | None) -> set[str]:
     return {part for name in names for part in _OFFLOADED[name]}
 
 
-def _training(plan: PlacementPlan, place: tuple[str, int], on_gpu: dict[str, Parts]) -> tuple[int, str]:
-    tenants = plan.tenants(place)
-    held = sum(GPU_PROCESS + sum(on_gpu.get(worker.job, {}).values()) for worker in tenants)
-    return held, ", ".join(f"{worker.job}-{worker.rank}" for worker in tenants)
-
-
 def _engine(
-    config: ServerConfig, plan: PlacementPlan, size: ModelSize, total: int | None
+    config: ServerConfig, plan: PlacementPlan, size: ModelSize, total: int | None, stays: dict[str, int]
 ) -> tuple[list[str], list[str]]:
     sampling = config.sampling
     weights = engine_memory(size, dtype=sampling.dtype, kv_cache=0, tensor_parallel_size=sampling.gpus)["weights"]
@@ -102,7 +125,7 @@ def _engine(
     setting = f"generator.inference_engine.gpu_memory_utilization={sampling.gpu_memory_utilization}"
     taken = int(sampling.gpu_memory_utilization * total)
     beside = max(
-        (_others(plan.tenants(place)) for worker in plan.of("sampling") for place in worker.places), default=0
+        (_others(plan.tenants(place), stays) for worker in plan.of("sampling") for place in worker.places), default=0
     )
     token = kv_bytes_per_token(size, sampling.dtype)
     tokens = max(taken - weights - GPU_PROCESS, 0) * sampling.gpus // token
@@ -126,9 +149,9 @@ def _engine(
     return lines, problems
 
 
-def _others(tenants: tuple[WorkerPlacement, ...]) -> int:
-    """Bytes of what is asleep beside an engine."""
-    return GPU_PROCESS * sum(worker.job != "sampling" for worker in tenants)
+def _others(tenants: tuple[WorkerPlacement, ...], stays: dict[str, int]) -> int:
+    """Bytes of what is beside an engine while it samples."""
+    return sum(stays[worker.job] for worker in tenants if worker.job in stays)
 
 
 def _host(
@@ -138,21 +161,38 @@ def _host(
     sizes: dict[str, ModelSize],
     parts: dict[str, Parts],
     config: ServerConfig,
-) -> int:
-    """Bytes of a node's host memory: every rank loads the model in float32, and keeps what is offloaded or asleep."""
-    states = ("weights", "float32 weights", "optimizer", "gradients")
-    total = TRAINER_PROCESSES
-    for worker in plan.workers:
-        if worker.node_id != node:
-            continue
-        total += TRAINING_PROCESS
-        if worker.job in parts:
-            asleep = set(states) if config.colocate_all else _moved(specs[worker.job])
-            kept = sum(value for name, value in parts[worker.job].items() if name in asleep)
-            total += max(loading_memory(sizes[worker.job]), kept)
-        elif config.colocate_all:
-            total += WIDTH[config.sampling.dtype] * sizes["policy"].parameters
-    return total
+    shared: frozenset[str],
+) -> tuple[int, str]:
+    """The most bytes of a node's host memory, and when.
+
+    Every rank loads its model in float32 on the host, all ranks at once, or job after job where all share GPUs; what
+    is offloaded or asleep is on the host then or later. Engines that sleep have dropped their weights.
+    """
+    ranks = Counter(worker.job for worker in plan.workers if worker.node_id == node)
+    fixed = TRAINER_PROCESSES + TRAINING_PROCESS * ranks.total()
+    if config.weight_sync == "shared_memory":
+        fixed += WIDTH[config.sync_dtype] * sizes["policy"].parameters
+    away = {}
+    for job in parts:
+        leaves, moved = leaves_of(job, shared, config.optimizers_that_stay), _moved(specs[job])
+        asleep = sum(pinned(value) for name, value in parts[job].items() if name in leaves and name not in moved)
+        away[job] = ranks[job] * (asleep + held(parts[job], moved))
+    loading = {job: ranks[job] * loading_memory(sizes[job]) for job in parts}
+    moments = [(sum(away.values()), "while all that is offloaded or asleep is there")]
+    if config.colocate_all:
+        before = 0
+        for job in parts:
+            moments.append((before + loading[job], f"while {job} is loaded in float32 by {ranks[job]} ranks"))
+            before += away[job]
+    else:
+        moments.append((sum(loading.values()), f"while models are loaded in float32 by {ranks.total()} workers"))
+    most, when = max(moments)
+    return fixed + most, when
+
+
+def pinned(nbytes: int) -> int:
+    """Bytes that PyTorch takes for one block of page-locked memory: the next power of two."""
+    return 1 << (nbytes - 1).bit_length() if nbytes else 0
 
 
 def _millions(size: ModelSize) -> str:

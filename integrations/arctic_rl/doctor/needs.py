@@ -77,7 +77,15 @@ def _on_gpus(cfg: Any, config: ServerConfig, machine: Machine, plan: PlacementPl
     ranks = {"policy": config.policy_ranks, "critic": config.critic_ranks, "ref": config.ref_ranks}
     sizes = {job: _size(spec) for job, spec in specs.items() if spec is not None}
     parts = {job: _training(cfg, specs[job], size, ranks[job]) for job, size in sizes.items()}
-    lines, problems = gpu_needs(config, plan, machine, sizes, parts, advice=_advice(cfg, config))
+    lines, problems = gpu_needs(
+        config,
+        plan,
+        machine,
+        sizes,
+        parts,
+        advice=_advice(cfg, config),
+        reference_follows=cfg.trainer.update_ref_every_epoch,
+    )
     return lines, [*problems, *_disk_space(cfg, sizes)]
 
 

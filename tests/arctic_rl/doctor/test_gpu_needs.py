@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from integrations.arctic_rl.doctor.gpu_needs import GPU_PROCESS, gpu_needs
+from integrations.arctic_rl.doctor.gpu_needs import GPU_PROCESS, gpu_needs, pinned
 from integrations.arctic_rl.doctor.machine import Machine
 from integrations.arctic_rl.doctor.memory import GIB, TRAINER_PROCESSES, TRAINING_PROCESS, training_memory
 from integrations.arctic_rl.doctor.model_size import ModelSize
@@ -19,7 +19,7 @@ MACHINE = Machine(
 )
 
 
-def config_of(block=None, *, colocate=True, utilization=0.8, tensor_parallel=1):
+def config_of(block=None, *, colocate=True, utilization=0.8, tensor_parallel=1, **changes):
     policy = training_spec(
         dtype="bfloat16",
         zero_stage=3,
@@ -39,12 +39,15 @@ def config_of(block=None, *, colocate=True, utilization=0.8, tensor_parallel=1):
     )
     counts = {"policy_ranks": 8, "ref_ranks": 0, "engines": 8 // tensor_parallel, "max_cpu_workers": 4}
     more = {"sync_dtype": "bfloat16", "log_dir": "", "run_id": "", "startup_timeout_s": 1.0, "shutdown_timeout_s": 1.0}
-    return ServerConfig(policy=policy, reference=None, sampling=sampling, colocate_all=colocate, **counts, **more)
+    return ServerConfig(
+        **{"policy": policy, "reference": None, "sampling": sampling, "colocate_all": colocate, **counts, **more}
+        | changes
+    )
 
 
-def told(config, machine=MACHINE, *, node_of_engines="a"):
+def told(config, machine=MACHINE, *, node_of_engines="a", jobs=("policy",)):
     each = config.sampling.gpus
-    ranks = [WorkerPlacement("policy", rank, "a", "cuda", (rank,)) for rank in range(8)]
+    ranks = [WorkerPlacement(job, rank, "a", "cuda", (rank,)) for job in jobs for rank in range(8)]
     engines = [
         WorkerPlacement("sampling", rank, node_of_engines, "cuda", tuple(range(rank * each, (rank + 1) * each)))
         for rank in range(config.engines)
@@ -60,7 +63,9 @@ def told(config, machine=MACHINE, *, node_of_engines="a"):
         whole_bucket=True,
     )
     plan = PlacementPlan((*ranks, *engines))
-    return parts, *gpu_needs(config, plan, machine, {"policy": SIZE}, {"policy": parts}, advice="write less")
+    of = {job: {"weights": 2 * COUNT} if job == "ref" else parts for job in jobs}
+    sizes = dict.fromkeys(jobs, SIZE)
+    return parts, *gpu_needs(config, plan, machine, sizes, of, advice="write less", reference_follows=False)
 
 
 def test_states_of_a_rank_are_18_bytes_a_parameter_over_the_ranks():
@@ -72,7 +77,7 @@ def test_states_of_a_rank_are_18_bytes_a_parameter_over_the_ranks():
     assert parts["gradients being reduced"] == 4 * 500_000_000
     assert problems == []
     held = sum(parts.values()) + 2 * GPU_PROCESS
-    assert f"the fullest GPU in training (policy-0, sampling-0): {held / GIB:.2f} GiB of 80.00 GiB" in lines
+    assert gib("the fullest GPU in training (an update of the policy; policy-0, sampling-0): ", held) in lines
     token = 2 * 36 * 1024 * 2
     cache = (int(0.8 * 80 * GIB) - 2 * COUNT - GPU_PROCESS) // token
     assert any(f"about {cache} tokens" in line for line in lines)
@@ -81,30 +86,58 @@ def test_states_of_a_rank_are_18_bytes_a_parameter_over_the_ranks():
 def test_what_is_offloaded_leaves_the_gpu_for_the_host():
     parts, lines, _ = told(config_of({"offload_optimizer": {"device": "cpu"}}, colocate=False), node_of_engines="b")
     kept = sum(parts.values()) - parts["float32 weights"] - parts["optimizer"] - parts["gradients"]
-    assert lines[1].endswith(f"(policy-0): {(kept + GPU_PROCESS) / GIB:.2f} GiB of 80.00 GiB")
+    assert lines[1].endswith(gib("(all at once; policy-0): ", kept + GPU_PROCESS))
     host = TRAINER_PROCESSES + 8 * (TRAINING_PROCESS + 4 * COUNT)
-    assert f"host memory {host / GIB:.2f} GiB" in lines[-1], "loading in float32 takes more than what is offloaded"
+    assert f"host memory {host / GIB:.2f} GiB while models are loaded in float32 by 8 workers" in lines[-1]
 
 
 def test_what_does_not_fit_is_told_with_what_to_write():
     small = dataclasses.replace(MACHINE, gpus=(("small", 17 * GIB),) * 8, memory=64 * GIB)
     _, _, problems = told(config_of(utilization=0.97), small)
-    training, _, utilization, cache, host = problems
-    assert training.startswith("training takes about ") and training.endswith("(policy-0, sampling-0): write less")
+    training, utilization, cache, host = problems
+    assert training.startswith("training takes about ") and training.endswith("; policy-0, sampling-0): write less")
     assert utilization.startswith("generator.inference_engine.gpu_memory_utilization=0.97: ")
     assert utilization.endswith("write at most 0.94")
     assert cache.endswith("max_model_len") and "one sequence may have 16384" in cache
     assert host.startswith("ranks of one node take about ") and "64.00 GiB are free" in host
 
 
-def test_a_rank_must_hold_the_whole_model_in_float32_while_it_loads():
-    """``engine.load_model`` brings it to the device before DeepSpeed casts and shards it."""
-    loading = f"{(GPU_PROCESS + 4 * COUNT) / GIB:.2f} GiB of"
-    for gib, fits in ((32, True), (31, False)):
-        machine = dataclasses.replace(MACHINE, gpus=(("G", gib * GIB),) * 8)
-        _, lines, problems = told(config_of(), machine)
-        assert f"the largest rank while it loads (policy, whole and in float32): {loading} {gib}.00 GiB" in lines
-        assert any("rank of the policy loads its model whole" in line and loading in line for line in problems) != fits
+def test_loading_takes_no_more_of_a_gpu_than_training():
+    """``engine.build_engine`` casts on the host, and shards what ZeRO stage 3 holds before it is there as a whole."""
+    held = sum(told(config_of())[0].values()) + 2 * GPU_PROCESS
+    assert held < GPU_PROCESS + 4 * COUNT, "which a model that is whole and in float32 would take"
+    for spare, fits in ((1, True), (-1, False)):
+        machine = dataclasses.replace(MACHINE, gpus=(("G", held + spare),) * 8)
+        problems = told(config_of(utilization=0.7), machine)[2]
+        assert any(line.startswith("training takes") for line in problems) != fits
+        assert not any("load" in line for line in problems)
+
+
+@pytest.mark.parametrize("stays", [False, True])
+def test_jobs_that_take_turns_are_not_added_up(stays):
+    jobs = ("policy", "critic", "ref")
+    config = config_of(critic_ranks=8, ref_ranks=8, optimizers_that_stay=("critic",) if stays else ())
+    parts, lines, problems = told(config, dataclasses.replace(MACHINE, memory=2000 * GIB), jobs=jobs)
+    states = 16 * COUNT // 8
+    held = sum(parts.values()) + (states + 4 * 500_000_000 if stays else 0) + 4 * GPU_PROCESS
+    who = "policy-0, critic-0, ref-0, sampling-0"
+    name = "policy" if stays else lines[3].split("an update of the ")[1].split(";")[0]
+    assert gib(f"the fullest GPU in training (an update of the {name}; {who}): ", held) in lines
+    assert len(problems) == stays, "the engine has less beside an optimizer"
+    fixed = TRAINER_PROCESSES + 32 * TRAINING_PROCESS
+    asleep = [pinned(parts[name]) for name in parts if name not in ("gathered weights", "activations", "logits")]
+    critic = pinned(parts["weights"]) if stays else sum(asleep)
+    host = fixed + 8 * (sum(asleep) + critic + pinned(2 * COUNT))
+    loading = fixed + 8 * (sum(asleep) + critic + 4 * COUNT)
+    assert f"host memory {max(host, loading) / GIB:.2f} GiB while ref is loaded in float32 by 8 ranks" in lines[-1]
+
+
+def test_page_locked_memory_comes_in_powers_of_two():
+    assert [pinned(value) for value in (0, 1, 2, 3, 4, 5, 1025)] == [0, 1, 2, 4, 4, 8, 2048]
+
+
+def gib(text, nbytes):
+    return f"{text}{nbytes / GIB:.2f} GiB of 80.00 GiB"
 
 
 def test_without_gpus_here_nothing_is_compared():

@@ -60,6 +60,9 @@ def _train(spec, rank, *, rests):
         assert _nbytes(engine.module) == 0, "weights are still there"
         states.restore(first)
         states.restore(then)
+        states.release([WEIGHTS])
+        assert _nbytes(engine.module) == 0 and states.away >= {WEIGHTS}, "the optimizer may stay"
+        states.restore([WEIGHTS])
 
     for step in range(STEPS):
         for _ in range(BACKWARDS):
