@@ -21,5 +21,6 @@ source examples/bird_values.sh
 exec "$PYTHON" -m skyrl.train.entrypoints.main_base "${run_values[@]}" "${values[@]}" \
     generator.inference_engine.tensor_parallel_size=2 \
     trainer.arctic_rl.zero_stage=3 \
+    trainer.arctic_rl.startup_timeout_s=1800 \
     "${smoke[@]}" "$@" \
     trainer.override_entrypoint=integrations.arctic_rl.entrypoint

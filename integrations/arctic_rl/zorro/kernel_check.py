@@ -30,11 +30,17 @@ def checked_kernel(
     """:func:`choose_kernel`, whose choice is compared with the plain softmax where it is not our own code.
 
     Raises:
-        UnsupportedError: its output or gradients are not those of the softmax.
+        UnsupportedError: it cannot be imported, or its output or gradients are not those of the softmax.
     """
     kernel = choose_kernel(device_type, dtype, settings, head_dims=head_dims)
     if not kernel.looping:
-        error = kernel_error(kernel, dtype, settings, head_dims, device_type)
+        try:
+            error = kernel_error(kernel, dtype, settings, head_dims, device_type)
+        except ImportError as failed:
+            raise UnsupportedError(
+                f"attention back end {kernel.name!r} is installed and cannot be imported ({failed}): install its "
+                "package for this PyTorch, or remove it, and PyTorch's own takes its place"
+            ) from failed
         if not error <= KERNEL_BOUND:
             raise UnsupportedError(
                 f"attention back end {kernel.name!r} is off by {error:.2g} of its results' norm here (allowed: "

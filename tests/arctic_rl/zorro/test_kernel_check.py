@@ -43,6 +43,16 @@ def test_a_wrong_one_is_refused_by_name(monkeypatch, wrong):
         checked_kernel.__wrapped__("cpu", torch.bfloat16, SETTINGS, head_dims=(64, 64))
 
 
+def test_one_that_does_not_load_is_refused_by_name(monkeypatch):
+    def forward(*_):
+        raise ImportError("undefined symbol")
+
+    broken = dataclasses.replace(RIGHT, forward=forward)
+    monkeypatch.setattr(kernel_check, "choose_kernel", lambda *_, **__: broken)
+    with pytest.raises(UnsupportedError, match=r"'some_library' .* cannot be imported \(undefined symbol\)"):
+        checked_kernel.__wrapped__("cpu", torch.bfloat16, SETTINGS, head_dims=(64, 64))
+
+
 def test_a_right_one_is_used_and_random_states_stay(monkeypatch):
     monkeypatch.setattr(kernel_check, "choose_kernel", lambda *_, **__: RIGHT)
     before = torch.get_rng_state()
