@@ -234,7 +234,8 @@ class HttpBackend(RemoteBackend):
 
         answer = await self._retried(request, tries)
         if answer.is_success:
-            self._faults = Counter(json.loads(answer.headers.get(FAULTS, "{}")))
+            # The largest: answers may overtake each other.
+            self._faults = self._faults | Counter(json.loads(answer.headers.get(FAULTS, "{}")))
             return answer
         raise from_answer(answer.status_code, _json(answer.content), self._url + path)
 

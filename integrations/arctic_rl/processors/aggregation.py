@@ -74,4 +74,4 @@ def aggregate(
 def _count(meta: Mapping[str, Any], name: str, mode: str) -> float:
     if meta.get(name) is None:
         raise ValueError(f"loss_agg_mode={mode!r} needs meta[{name!r}] of the whole mini-batch over all ranks")
-    return meta[name] or 1
+    return meta[name] or 1  # 0 only where the whole mini-batch has no token, and so no terms

@@ -336,7 +336,7 @@ def with_counts(
         are ranks which take no part in this call.
 
     Raises:
-        ValueError: counts came without ``dp_size`` or the reverse, or contradict the ranks there are.
+        ValueError: counts came without ``dp_size`` or the reverse, or contradict the ranks or the rows there are.
     """
     given = {name: number_of(meta, name) for name in (*_COUNTS, "dp_size") if meta.get(name) is not None}
     counts = [name for name in _COUNTS if name in given]
@@ -350,6 +350,12 @@ def with_counts(
         least = 1 if name == "dp_size" else 0
         if value < least:
             raise ValueError(f"meta[{name!r}]={value!r} must be at least {least}")
+        trained = sum(count for _, count in everywhere)
+        if value == 0 and trained:
+            raise ValueError(
+                f"meta[{name!r}]=0, but the loss mask of this call has tokens in {trained} rows: send the count of "
+                "the whole mini-batch over all ranks; 0 is right only where the mask is zero everywhere"
+            )
     ranks = len(everywhere)
     if ranks > 1 and given.get("dp_size", ranks) != ranks:
         raise ValueError(f"meta['dp_size']={given['dp_size']} but {ranks} ranks take part in this call")

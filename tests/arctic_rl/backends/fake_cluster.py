@@ -226,7 +226,7 @@ class FakeCluster:
                 asyncio.get_running_loop().call_soon(actor.die)
 
     def start(self, worker, world_size):
-        name = f"{worker.job}-{worker.rank}"
+        name, self.loop = f"{worker.job}-{worker.rank}", asyncio.get_running_loop()
         made = FakeEngine() if worker.job == "sampling" else FakeRank(worker.rank, trained=worker.job != "ref")
         actor = FakeActor(self, name, made)
         self.actors.setdefault(name, []).append(actor)

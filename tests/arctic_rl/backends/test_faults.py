@@ -62,7 +62,6 @@ async def one_step(backend, folder):
 def test_every_worker_in_every_phase(tmp_path, monkeypatch, victim, phase, how):
     async def run():
         backend, cluster = fake_backend(monkeypatch, tmp_path, timeout_s=0.4 if how == "stopped" else 30.0)
-        cluster.loop = asyncio.get_running_loop()
         hurt = None
         try:
             if phase == "initialize":

@@ -102,6 +102,18 @@ def test_counts_and_dp_size_come_together(counts: dict):
         run(response_batch(*TWO_SEQUENCES), meta=counts)
 
 
+@pytest.mark.parametrize("name", ["batch_num_tokens", "global_batch_size"])
+def test_a_count_of_0_is_taken_for_a_mask_of_zeros_alone(name: str):
+    """It would be a loss that is a multiple of the right one: its sum."""
+    counts = {"batch_num_tokens": 4, "global_batch_size": 2, "dp_size": 1, name: 0}
+    with pytest.raises(ValueError, match=rf"meta\['{name}'\]=0, but the loss mask of this call has tokens in 2 rows"):
+        run(response_batch(*TWO_SEQUENCES), meta=counts)
+    nothing = response_batch(*TWO_SEQUENCES)
+    nothing["loss_mask"] = torch.zeros_like(nothing["response_mask"], dtype=torch.float32)
+    result, gradient = run(nothing, meta=counts)
+    assert result["avg_loss"] == 0 and not gradient.any()
+
+
 def test_loss_mask_wins_over_response_mask():
     """Two observation tokens in a response of five: three tokens count, the others have no gradient."""
     batch = response_batch([[0, 0, 1, 1, 0]], [1.0], loss_mask=[[1.0, 1.0, 0.0, 0.0, 1.0]])

@@ -308,5 +308,7 @@ def _full_width(batch: Mapping[str, Any], name: str) -> torch.Tensor:
 def _denominator(settings: Mapping[str, Any], meta: Mapping[str, Any], mask: torch.Tensor) -> int:
     if settings["loss_agg_mode"] == "sum":
         return 1
-    tokens = meta.get("batch_num_tokens")
-    return max(int(mask.sum()) if tokens is None else int(tokens), 1)
+    tokens, here = meta.get("batch_num_tokens"), int(mask.sum())
+    if tokens == 0 and here:
+        raise RequestError(f"meta['batch_num_tokens']=0, but the loss mask has {here} tokens: send their number")
+    return max(here if tokens is None else int(tokens), 1)

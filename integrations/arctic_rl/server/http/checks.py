@@ -58,11 +58,12 @@ def check_config(config: ServerConfig, settings: HttpSettings) -> None:
     Raises:
         HttpError: with the setting of the server that allows it.
     """
-    wanted = [*config.policy.processor_modules, *_dotted([config.policy.loss_fn])]
     others = [spec for spec in (config.critic, config.reference) if spec is not None]
-    wanted += [module for spec in others for module in spec.processor_modules]
-    for name in wanted:
-        _check_allowed("a job", name, settings.allowed_modules)
+    for spec in (config.policy, *others):
+        for name in spec.processor_modules:
+            _check_allowed(f"the module of the {spec.role}'s processor_modules,", name, settings.allowed_modules)
+    for name in _dotted([config.policy.loss_fn]):
+        _check_allowed("the loss", name, settings.allowed_modules)
     _check_engine_args(config.sampling.engine_kwargs, settings)
     workers = config.policy_ranks + config.critic_ranks + config.ref_ranks + config.engines
     if workers > settings.max_workers:
@@ -261,7 +262,8 @@ def _dotted(names: Iterable[str | None]) -> list[str]:
 def _check_allowed(who: str, name: str, allowed: list[str]) -> None:
     if not any(name == module or name.startswith(f"{module}.") for module in allowed):
         raise HttpError(
-            f"{who} {name!r} is not registered with this server and is not in one of its allowed_modules={allowed}",
+            f"{who} {name!r} is code that this server would have to import, and is not in one of its "
+            f"allowed_modules={allowed}",
             403,
         )
 

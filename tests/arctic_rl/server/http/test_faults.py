@@ -19,6 +19,7 @@ from integrations.arctic_rl.errors import ArcticError, ConfigError, RequestError
 from integrations.arctic_rl.sampling_params import to_vllm_kwargs
 from integrations.arctic_rl.wire.body import CONTENT_TYPE, encode
 from tests.arctic_rl.backends import model_backend
+from tests.arctic_rl.backends.fake_cluster import fake_backend
 from tests.arctic_rl.server.http.serving import serving
 from tests.arctic_rl.server.http.test_http import Breaking
 
@@ -123,6 +124,52 @@ def test_what_failed_and_was_mended_is_told_once(client, tmp_path, monkeypatch):
         ]
         served.run("sync_weights")
         assert served.backend.take_fault_metrics() == {}
+
+
+def test_restarts_of_engines_reach_the_trainer_once_each(client, tmp_path, monkeypatch):
+    """The built-in backend behind the server, whose first engine dies with requests under way."""
+    _, cluster = fake_backend(monkeypatch, tmp_path)
+    params = to_vllm_kwargs({"max_tokens": 4, "seed": 7})
+    asked = [{"prompt_token_ids": [number], "params": params, "cache_salt": None} for number in range(1, 13)]
+    with serving(storage_root=str(tmp_path), backend="builtin") as url:
+        served = client(url, engines=2)
+        served.run("initialize", STEPS)
+        cluster.hurt("sampling-0", lambda method, keywords: method == "generate", "killed")
+        assert len(served.run("generate", asked)) == 12
+        engines = [*cluster.actors["sampling-0"], *cluster.actors["sampling-1"]]
+        again = sum(engine._worker.requests for engine in engines) - 12
+        assert len(engines) == 3 and again > 0
+        served.run("update_weights")
+        counts = {"generate/engine_restarts": 1.0, "generate/requests_run_again": float(again)}
+        assert served.backend.take_fault_metrics() == counts
+        served.run("reset_prefix_cache")
+        assert served.backend.take_fault_metrics() == {}
+
+
+def test_answers_that_overtake_each_other_tell_nothing_twice(client):
+    """A slow call's answer is older than that of a quick one which began after it."""
+
+    async def answer(request):
+        name = request.url.path.rsplit("/", 1)[-1]
+        await asyncio.sleep(0.1 if name == "step" else 0.0)
+        told = {"x-arctic-rl-faults": json.dumps({"a": 1.0 if name == "step" else 3.0, "b": 1.0})}
+        return httpx.Response(200, json={"value": 1.0}, headers=told)
+
+    async def ask():
+        slow = asyncio.ensure_future(backend.step())
+        await backend.reset_prefix_cache()
+        news = [backend.take_fault_metrics()]
+        await slow
+        for _ in range(2):
+            news.append(backend.take_fault_metrics())
+            await backend.reset_prefix_cache()
+        return news
+
+    served = client("http://127.0.0.1:9")
+    backend = served.backend
+    backend._job_id = "a-job"
+    backend._client = httpx.AsyncClient(transport=httpx.MockTransport(answer))
+    assert served.loop.run(ask()) == [{"a": 3.0, "b": 1.0}, {}, {}]
 
 
 def test_many_prompts_at_once_share_connections_and_come_back_to_their_callers(client, tmp_path, monkeypatch):
