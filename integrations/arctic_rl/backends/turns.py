@@ -17,6 +17,8 @@ SAMPLING = "sampling"
 CACHE = "kv_cache"
 SLEEP_LEVEL = 2
 """vLLM's level that drops the weights: the next sync brings them, merged ones of adapters too."""
+KEEPING_LEVEL = 1
+"""vLLM's level that keeps the weights on the host."""
 
 _PARTS = {SAMPLING: (WEIGHTS, CACHE), "ref": (WEIGHTS,)}
 """What a job can have asleep or awake; the policy and the critic have ``offload.PARTS``."""

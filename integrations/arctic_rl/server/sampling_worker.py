@@ -263,6 +263,14 @@ class SamplingWorker:
             stack, self._update = self._update[0], None
             await stack.aclose()
 
+    async def refuse(self, reason: str) -> None:
+        """Refuse to generate until a sync succeeds.
+
+        Args:
+            reason: what is said of the engine to who asks.
+        """
+        self._unusable = reason
+
     def _opened_update(self) -> tuple[AsyncExitStack, int]:
         if self._update is None:
             raise ArcticError("a part of the weights came to an engine that no update was opened on")

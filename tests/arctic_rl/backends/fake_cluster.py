@@ -35,6 +35,7 @@ class FakeEngine:
     def __init__(self):
         self.version, self.asleep, self.frozen, self.requests = 0, set(), asyncio.Event(), 0
         self.frozen.set()
+        self.refusal = None
         self.update, self.parts = None, []
 
     async def setup(self): ...
@@ -46,6 +47,8 @@ class FakeEngine:
 
     async def generate(self, prompt, params, request_id, cache_salt=None):
         assert not self.asleep
+        if self.refusal is not None:
+            raise ArcticError(f"the engine cannot generate: {self.refusal}")
         self.requests += 1
         await asyncio.sleep(0.002)
         await self.frozen.wait()
@@ -54,8 +57,11 @@ class FakeEngine:
 
     async def sync_weights(self, path, version, keep_cache=False):
         assert read_manifest(path).version == version
-        self.version = version
+        self.version, self.refusal = version, None
         return version
+
+    async def refuse(self, reason):
+        self.refusal = reason
 
     async def check_tensors(self, tensors, dtype):
         return {}
@@ -71,7 +77,7 @@ class FakeEngine:
 
     async def end_update(self, keep_cache=False):
         assert len(set(self.parts)) == 1, "weights of one step of the policy"
-        self.version, self.update = self.update, None
+        self.version, self.update, self.refusal = self.update, None, None
         return self.version
 
     async def abort_update(self):
@@ -87,7 +93,7 @@ class FakeEngine:
         self.frozen.set()
 
     async def sleep(self, level):
-        self.asleep = {"weights", "kv_cache"}
+        self.asleep = self.asleep or {"weights", "kv_cache"}
 
     async def wake_up(self, tags):
         self.asleep -= {"weights", "kv_cache"} if tags is None else set(tags)
@@ -209,7 +215,6 @@ class FakeCluster:
     def __init__(self):
         self.actors = {}
         self.hurt_at = None
-        self.begun = 0
 
     def hurt(self, name, begins, how):
         """Kill, or stop, actor ``name`` right after the first call for which ``begins(method, keywords)``."""

@@ -13,7 +13,7 @@ from integrations.arctic_rl.backends.builtin.workers import Workers
 from integrations.arctic_rl.errors import ArcticError, WorkerDiedError
 from integrations.arctic_rl.placement import WorkerPlacement
 from integrations.arctic_rl.server.weight_sync import SyncPlan
-from tests.arctic_rl.backends.fake_cluster import FakeEngine, expected_sample, fake_backend
+from tests.arctic_rl.backends.fake_cluster import FakeEngine, FakeRank, expected_sample, fake_backend
 from tests.arctic_rl.processors.helpers import ragged_batch
 
 VICTIMS = ("policy-0", "policy-1", "critic-0", "ref-0", "sampling-0", "sampling-1")
@@ -291,6 +291,171 @@ def test_an_engine_that_dies_behind_its_part_of_a_sync_gets_the_weights_too(tmp_
     monkeypatch.setattr(FakeEngine, "end_update", end_update)
     backend, cluster = fake_backend(monkeypatch, tmp_path, weight_sync="low_memory", startup_s=5.0)
     assert asyncio.run(run()) == samples(8, 1)
+
+
+@pytest.mark.parametrize("method", ["setup", "check_tensors", "begin_update", "load_part", "end_update"])
+def test_an_engine_dies_again_while_it_gets_its_weights_back(tmp_path, monkeypatch, method):
+    """Its second successor has them, the other engine goes on with its requests and is sent nothing."""
+
+    async def run():
+        await backend.initialize(10)
+        await backend.update_weights()
+        received = len(cluster.actors["sampling-1"][0]._worker.parts)
+        cluster.hurt("sampling-0", lambda called, keywords: called == method, "killed")
+        cluster.actors["sampling-0"][0].die()
+        answers = await backend.generate(requests(8))
+        assert len(cluster.actors["sampling-1"][0]._worker.parts) == received
+        counts = backend.take_fault_metrics()
+        await backend.update_weights()
+        answers += await backend.generate(requests(8))
+        await backend.shutdown()
+        return [answer["token_ids"] for answer in answers], counts["generate/engine_restarts"]
+
+    monkeypatch.setattr(calls, "DEATH_GRACE_S", 0.1)
+    backend, cluster = fake_backend(monkeypatch, tmp_path, weight_sync="low_memory", startup_s=5.0)
+    assert asyncio.run(run()) == (samples(8, 1) + samples(8, 2), 2.0)
+    assert [len(cluster.actors[f"sampling-{number}"]) for number in range(2)] == [3, 1]
+
+
+@pytest.mark.parametrize("strategy", ["shared_memory", "low_memory"])
+def test_an_engine_that_dies_behind_a_step_gets_the_weights_of_the_next_sync(tmp_path, monkeypatch, strategy):
+    """Those of the last one are gone where no copy is kept; nothing is sampled with others meanwhile."""
+
+    async def run():
+        await backend.initialize(10)
+        await backend.update_weights()
+        await backend.step()
+        cluster.actors["sampling-0"][0].die()
+        await asyncio.sleep(0.1)
+        successor = cluster.actors["sampling-0"][1]._worker
+        assert successor.version == (1 if strategy == "shared_memory" else 0)
+        if strategy == "low_memory":
+            with pytest.raises(ArcticError, match=r"weights of version 1 any more.*low_memory keeps no copy"):
+                await backend.generate(requests(8))
+        await backend.update_weights()
+        answers = await backend.generate(requests(8))
+        await backend.shutdown()
+        return [answer["token_ids"] for answer in answers]
+
+    backend, cluster = fake_backend(monkeypatch, tmp_path, weight_sync=strategy, startup_s=5.0)
+    assert asyncio.run(run()) == samples(8, 2)
+    assert len(cluster.actors["sampling-0"]) == 2
+
+
+@pytest.mark.parametrize("export_s", [0.0, 0.05, 0.2])
+@pytest.mark.parametrize("in_flight", ["finish", "keep"])
+def test_an_engine_that_dies_while_its_weights_are_being_written(tmp_path, monkeypatch, export_s, in_flight):
+    """Its successor never reads a file that is half of one version; every sample says the version that it is of."""
+    export, load, writing = FakeRank.export_weights, FakeEngine.sync_weights, []
+
+    async def export_weights(self, directory, version, dtype):
+        if self.rank == 0 and version == 2:
+            cluster.actors["sampling-0"][0].die()
+            await asyncio.sleep(0.03)  # the call is queued while another one is carried out
+            writing.append(version)
+            await asyncio.sleep(export_s)
+            writing.clear()
+        return await export(self, directory, version, dtype)
+
+    async def sync_weights(self, path, version, keep_cache=False):
+        await asyncio.sleep(0.02)
+        assert not writing
+        return await load(self, path, version, keep_cache)
+
+    async def run():
+        await backend.initialize(10)
+        await backend.update_weights()
+        under_way = asyncio.ensure_future(backend.generate(requests(8)))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        await backend.update_weights(in_flight=in_flight)
+        answers = [*await under_way, *await backend.generate(requests(8))]
+        await backend.shutdown()
+        return answers
+
+    monkeypatch.setattr(FakeRank, "export_weights", export_weights)
+    monkeypatch.setattr(FakeEngine, "sync_weights", sync_weights)
+    backend, cluster = fake_backend(monkeypatch, tmp_path, startup_s=5.0)
+    answers = asyncio.run(run())
+    assert all(answer["token_ids"][2] == answer["weight_version"] for answer in answers)
+    assert {answer["weight_version"] for answer in answers[:8]} <= ({1} if in_flight == "finish" else {1, 2})
+    assert [answer["token_ids"] for answer in answers[8:]] == samples(8, 2)
+    assert len(cluster.actors["sampling-0"]) == 2
+
+
+class TestSharedGpus:
+    """With ``colocate_all`` an engine's weights come back without the policy beside anybody's caches."""
+
+    @pytest.fixture
+    def cluster_of(self, tmp_path, monkeypatch):
+        backend, cluster = fake_backend(
+            monkeypatch, tmp_path, weight_sync="low_memory", startup_s=5.0, colocate_all=True
+        )
+        setup, export = FakeEngine.setup, FakeRank.export_bucket
+
+        def ranks():
+            return [actors[-1]._worker for name, actors in cluster.actors.items() if not name.startswith("sampling")]
+
+        def engines():
+            return [actors[-1]._worker for name, actors in cluster.actors.items() if name.startswith("sampling")]
+
+        async def set_up(self):
+            assert not cluster.checked or not any(rank.awake for rank in ranks()), "memory is taken on an empty GPU"
+            await setup(self)
+
+        async def export_bucket(self, *arguments):
+            assert all("kv_cache" in engine.asleep for engine in engines()), "the policy beside caches"
+            if cluster.checked and self.rank == 0 and not backend._engines.asleep_at:
+                cluster.asked_meanwhile.append(asyncio.ensure_future(backend.generate(requests(8))))
+            return await export(self, *arguments)
+
+        cluster.checked, cluster.asked_meanwhile = False, []
+        monkeypatch.setattr(FakeEngine, "setup", set_up)
+        monkeypatch.setattr(FakeRank, "export_bucket", export_bucket)
+        return backend, cluster
+
+    def test_an_engine_dies_while_others_sample(self, cluster_of):
+        backend, cluster = cluster_of
+
+        async def run():
+            await backend.initialize(10)
+            await backend.update_weights()
+            cluster.checked = True
+            cluster.hurt("sampling-0", BEGINS["generate"], "killed")
+            first = asyncio.ensure_future(backend.generate(requests(8)))
+            await asyncio.sleep(0.03)
+            (meanwhile,) = cluster.asked_meanwhile
+            answers = [*await first, *await meanwhile, *await backend.generate(requests(8))]
+            await backend.shutdown()
+            return [answer["token_ids"] for answer in answers]
+
+        assert asyncio.run(run()) == samples(8, 1) * 3
+        assert len(cluster.actors["sampling-0"]) == 2
+
+    @pytest.mark.parametrize("steps", [0, 1])
+    def test_an_engine_dies_in_its_sleep(self, cluster_of, tmp_path, steps):
+        backend, cluster = cluster_of
+
+        async def run():
+            await backend.initialize(10)
+            await backend.update_weights()
+            cluster.checked = True
+            await backend.sleep_sampling(2)
+            cluster.actors["sampling-0"][0].die()
+            for _ in range(steps):
+                await backend.step()
+            await asyncio.sleep(0.05)
+            assert len(cluster.actors["sampling-0"]) == 1, "training has the memory"
+            await backend.save_checkpoint("policy", str(tmp_path / "checkpoint"))
+            assert len(cluster.actors["sampling-0"]) == 2
+            cluster.checked = False
+            await backend.update_weights()
+            answers = await backend.generate(requests(8))
+            await backend.shutdown()
+            return [answer["token_ids"] for answer in answers]
+
+        assert asyncio.run(run()) == samples(8, 2)
+        assert len(cluster.actors["sampling-0"]) == 2
 
 
 def test_ranks_that_meet_the_engines_do_not_wait_for_a_dead_one(tmp_path, monkeypatch):

@@ -371,6 +371,19 @@ def test_vllms_transfer_runs_inside_an_update(fake):
     run(check())
 
 
+def test_an_engine_without_its_weights_refuses_until_a_sync(fake, tmp_path):
+    async def run():
+        worker, _ = fake()
+        await worker.refuse("it was restarted")
+        await worker.reset_prefix_cache()
+        with pytest.raises(ArcticError, match="cannot generate: it was restarted"):
+            await worker.generate([5], GREEDY, "a")
+        await worker.sync_weights(str(weights_at(tmp_path, 3)), 3)
+        return await worker.generate([5], GREEDY, "b")
+
+    assert asyncio.run(run())["weight_version"] == 3
+
+
 def test_a_sleeping_engine_refuses_until_both_parts_are_awake(fake, tmp_path):
     """SkyRL's colocated order: sleep, wake the weights, sync, wake the cache, generate."""
 

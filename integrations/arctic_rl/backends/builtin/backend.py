@@ -109,7 +109,9 @@ class BuiltinBackend(RemoteBackend):
             await actor.setup.remote()
             self._workers.process_ids[name] = await actor.process_ids.remote()
             dropped = await self._engines.rest(name, self._turns.asleep("sampling"))
-        if not dropped:
+        if dropped:
+            await actor.refuse.remote("it was started anew while it slept: its weights come with the next sync")
+        else:
             await self._weights.load_current(name)
         await self._engines.bring_into_line(name)
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import uuid
-from collections.abc import Collection
+from collections.abc import AsyncIterator, Collection
 
 from ...server.offload import WEIGHTS
 from ..base import InFlight
@@ -24,6 +25,7 @@ class Engines:
         self.asleep_at: int | None = None
         """The level that they sleep at."""
         self._frozen = False
+        self._holds: set[str] = set()
         self._running = asyncio.Event()
         self._running.set()
         self._lease = asyncio.Condition()
@@ -63,9 +65,18 @@ class Engines:
             async with self._lease:
                 self._lease.notify_all()
 
+    @contextlib.asynccontextmanager
+    async def held(self) -> AsyncIterator[None]:
+        """Inside, new requests wait."""
+        self._hold("a restart")
+        try:
+            yield
+        finally:
+            self._release("a restart")
+
     async def pause(self, in_flight: InFlight) -> None:
         """See ``RemoteBackend.pause_generation``."""
-        self._running.clear()
+        self._hold("a pause")
         if in_flight == "keep":
             self._frozen = True
             await self._calls.call_all(self.names(), "freeze")
@@ -78,7 +89,16 @@ class Engines:
         if self._frozen:
             await self._calls.call_all(self.names(), "thaw")
             self._frozen = False
-        self._running.set()
+        self._release("a pause")
+
+    def _hold(self, reason: str) -> None:
+        self._holds.add(reason)
+        self._running.clear()
+
+    def _release(self, reason: str) -> None:
+        self._holds.discard(reason)
+        if not self._holds:
+            self._running.set()
 
     async def sleep(self, level: int) -> None:
         self.asleep_at = level

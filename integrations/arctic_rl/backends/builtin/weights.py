@@ -16,7 +16,7 @@ from ...server.specs import ServerConfig
 from ...server.weight_sync import SENDERS, low_memory
 from ...server.weight_sync.run import SyncRun
 from ...server.weight_sync.shared_memory import kept_version, send_again
-from ..turns import Turns
+from ..turns import CACHE, KEEPING_LEVEL, Turns
 from .calls import Calls
 from .sampling import Engines
 from .workers import Workers
@@ -37,6 +37,7 @@ class Weights:
         self._synced_version = 0
         self._syncing = False
         self._kept = asyncio.Lock()
+        self._writing = asyncio.Lock()
 
     @property
     def _strategy(self) -> str:
@@ -67,22 +68,21 @@ class Weights:
     async def load_current(self, name: str) -> int:
         """Bring one freshly started engine, which holds the checkpoint's own weights, to those of the last sync.
 
-        Weights that were not kept are sent once more, to all engines; a sync that is under way begins anew by itself.
+        Weights that were not kept are sent to it once more; a sync that is under way begins anew by itself. Where the
+        policy has stepped since, there are none: the engine refuses to generate until the next sync.
 
         Args:
             name: of the engine, such as ``sampling-0``.
 
         Returns:
-            The version that it now holds; 0 where no sync has been.
-
-        Raises:
-            ArcticError: weights were not kept, and the policy has taken a step since.
+            The version that it now holds; 0 where it has none of a sync.
         """
         self._engines.choice.forget(name)
         if self._strategy == "shared_memory":
-            run = self._run("sampling", kept_version(self._workers.weights_folder()), names=(name,))
-            if run.version:
-                await send_again(run)
+            async with self._writing:
+                run = self._run("sampling", kept_version(self._workers.weights_folder()), names=(name,))
+                if run.version:
+                    await send_again(run)
             return run.version
         if self._syncing:
             return 0
@@ -126,22 +126,40 @@ class Weights:
         return max(self._synced_version, *await self._calls.call_all(self._engines.names(), "weight_version"))
 
     async def _send_to_restarted(self, name: str) -> int:
-        """Send the weights of the last sync to an engine and to all that are up; others that are being restarted come
-        to this by themselves, and must not be waited for."""
+        """Send the weights of the last sync to an engine; others that are being restarted come to this by themselves,
+        and must not be waited for."""
         supervisor = self._calls.supervisor
         away = set() if supervisor is None else supervisor.restarting() - {name}
-        names = tuple(engine for engine in self._engines.names() if engine not in away)
-        version = max(self._synced_version, *await self._calls.call_all(list(names), "weight_version"))
-        if version and self._unsynced_step:
-            raise ArcticError(
-                f"engine {name} cannot get the weights of version {version} any more: the policy has taken a step "
-                f"since, and trainer.arctic_rl.weight_sync={self._strategy} keeps no copy; where engines sample "
+        names = [engine for engine in self._engines.names() if engine not in away]
+        version = max(self._synced_version, *await self._calls.call_all(names, "weight_version"))
+        if not version:
+            return 0
+        if self._unsynced_step:
+            reason = (
+                f"it was restarted, and cannot get the weights of version {version} any more: the policy has taken a "
+                f"step since, and trainer.arctic_rl.weight_sync={self._strategy} keeps no copy; where engines sample "
                 "while the policy trains, write shared_memory if all are on one node"
             )
-        if version:
-            async with self._turns.beside("policy", [WEIGHTS]):
-                await SENDERS[self._strategy](self._run("sampling", version, names=names))
+            await self._calls.call(name, "refuse", reason)
+            return 0
+        async with self._beside_policy(names):
+            await SENDERS[self._strategy](self._run("sampling", version, names=(name,)))
         return version
+
+    @contextlib.asynccontextmanager
+    async def _beside_policy(self, names: list[str]) -> AsyncIterator[None]:
+        """Inside, the policy's weights are awake. Where it shares the engines' GPUs these have no caches meanwhile:
+        requests under way end first, new ones wait."""
+        if not self._turns.of_engines or CACHE in self._turns.asleep("sampling"):
+            async with self._turns.beside("policy", [WEIGHTS]):
+                yield
+            return
+        async with self._engines.held():
+            await self._calls.call_all(names, "sleep", KEEPING_LEVEL)
+            await self._calls.call_all(names, "wake_up", [WEIGHTS])
+            async with self._turns.beside("policy", [WEIGHTS]):
+                yield
+            await self._calls.call_all(names, "wake_up", [CACHE])
 
     def _run(
         self, job: str, version: int, *, keep_cache: bool = False, names: tuple[str, ...] | None = None
@@ -161,4 +179,5 @@ class Weights:
             bucket_bytes=self._config.weight_sync_bucket_mb * 2**20,
             one_node=workers.sync_plan.one_node,
             keep_cache=keep_cache,
+            writing=self._writing,
         )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
 from typing import Any
 
 from ...errors import ArcticError, WorkerDiedError
@@ -37,6 +38,8 @@ class SyncRun:
     """Whether all receivers can map the sender's files."""
     keep_cache: bool = False
     """Whether receivers keep the keys and values that older weights computed."""
+    writing: AbstractAsyncContextManager[Any] = field(default_factory=contextlib.nullcontext)
+    """Entered while a file that stays is written, which nobody may read meanwhile."""
 
     def check_versions(self, held: list[int]) -> None:
         """Refuse receivers that do not hold this version."""

@@ -13,7 +13,8 @@ async def send(run: SyncRun) -> None:
 
     They compare the manifest's names, which are those of the sender's model, before the first tensor is applied.
     """
-    await run.call(run.senders, "export_weights", run.folder, run.version, run.dtype)
+    async with run.writing:
+        await run.call(run.senders, "export_weights", run.folder, run.version, run.dtype)
     await send_again(run)
 
 
