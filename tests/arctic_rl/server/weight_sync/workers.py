@@ -9,6 +9,7 @@ import ray
 import torch
 
 from integrations.arctic_rl.server import sampling_worker
+from integrations.arctic_rl.server.allocator import Segments
 from integrations.arctic_rl.server.sampling_worker import SamplingWorker
 from integrations.arctic_rl.server.training_worker import TrainingWorker
 from integrations.arctic_rl.server.weight_extension import WeightExtension
@@ -146,6 +147,7 @@ class Cluster:
         self.folder, self.dtype = folder, dtype
         trainer = object.__new__(TrainingWorker)
         trainer._rank, trainer._asleep, trainer._sender, trainer._receiver = 0, set(), None, None
+        trainer._segments = Segments(asked_for=False)
         trainer._spec = SimpleNamespace(role="policy", dtype="float32", zero_stage=0)
         trainer._engine = SimpleNamespace(module=policy)
         self.workers = {"policy-0": trainer}
