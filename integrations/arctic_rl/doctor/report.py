@@ -8,6 +8,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 from .cluster import cluster_of, folder_lines, placement_lines, port_lines
+from .compiler import compiler_problems
 from .imports import import_errors
 from .machine import Machine, describe_machine
 from .memory import GIB
@@ -31,7 +32,7 @@ def examine(overrides: list[str]) -> tuple[list[str], list[str]]:
         "Versions": version_lines(own_requirements(), installed_version, extra="arctic-rl" if gpu_builds else "cpu"),
         "Modules": _modules(overrides, gpus=gpu_builds),
         "Own packages": own_package_lines(ROOT, sys.path),
-        "Machine": (machine_lines(machine), gpu_problems(machine)),
+        "Machine": (machine_lines(machine), [*gpu_problems(machine), *(compiler_problems() if gpu_builds else [])]),
         "Ports": port_lines(),
     }
     if overrides:
