@@ -47,6 +47,10 @@ class DynamicSamplingMixin:
         Raises:
             RuntimeError: ``max_sample_batches`` batches were not enough.
         """
+        from skyrl.train.trainer import RayPPOTrainer
+
+        if super().handle_dynamic_sampling.__func__ is not RayPPOTrainer.handle_dynamic_sampling:
+            return super().handle_dynamic_sampling(generator_output, uids)
         last = generator_output["is_last_step"] if self.cfg.generator.step_wise_trajectories else [True] * len(uids)
         trajectories, names = _trajectories(generator_output, uids, last)
         rewards = shifted_rewards([trajectory["rewards"][-1] for trajectory in trajectories], names)

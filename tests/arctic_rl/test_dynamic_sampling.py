@@ -15,7 +15,7 @@ from skyrl.train.config.config import SkyRLTrainConfig
 from skyrl.train.generators.base import TrajectoryID
 from skyrl.train.trainer import RayPPOTrainer
 
-from integrations.arctic_rl.dynamic_sampling import DynamicSamplingMixin
+from integrations.arctic_rl.compose import with_mixin
 from integrations.arctic_rl.equal_rewards import shifted_rewards
 from integrations.arctic_rl.trainer import ArcticTrainerMixin
 from integrations.arctic_rl.unjudged import UnjudgedMask
@@ -218,6 +218,12 @@ def test_rewards_of_responses_are_compared_too():
     assert shifted_rewards(output["rewards"], uids) == [0.0, 0.0, 0.0, 0.0, 1.0, 2.0]
 
 
-def test_it_comes_before_the_trainers_own():
-    order = Trainer.__mro__
-    assert order.index(DynamicSamplingMixin) < order.index(RayPPOTrainer)
+def test_a_recipes_own_is_given_what_was_generated():
+    class Own(RayPPOTrainer):
+        def handle_dynamic_sampling(self, generator_output, uids):
+            return generator_output, uids, "own"
+
+    trainer = object.__new__(with_mixin(ArcticTrainerMixin, Own))
+    given = output_of(trajectories_of(0, "ab", "ab", False), False)
+    result, uids, again = trainer.handle_dynamic_sampling(*given)
+    assert (result is given[0], uids is given[1], again) == (True, True, "own")
