@@ -22,6 +22,7 @@ from .recipe_checks import gpu_placement_problems, import_recipe_modules, recipe
 from .skyrl_checks import skyrl_problems
 from .support import refusals, without_effect
 from .type_checks import type_problems, without_mistyped
+from .uv_run import uv_run_problems
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ def inspect_config(cfg: Any, unknown: Sequence[str] = ()) -> Findings:
     ignored = without_effect(cfg, refused=_settings_of(refused))
     files = [*data_problems(cfg), *model_problems(cfg), *checkpoint_problems(cfg)]
     packages = [*tracker_problems(cfg), *package_problems(cfg)]
-    missing = [*files, *_key_problems(cfg), *packages, *worker_count_problems(cfg)]
+    missing = [*files, *_key_problems(cfg), *packages, *worker_count_problems(cfg), *uv_run_problems()]
     return Findings(_distinct([*refused, *skyrl_problems(cfg)]), missing, ignored)
 
 

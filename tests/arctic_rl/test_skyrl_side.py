@@ -588,14 +588,21 @@ class TestRuntimeEnv:
         values = {
             "WANDB_MODE": "off;line",
             "ARCTIC_X": "a b",
+            "ARCTIC_BOUND": "foo>=1",
+            "TMPDIR": "/a path/with spaces",
             "SKYRL_Y": "transformers<5",
-            "CUDA_VISIBLE_DEVICES": "3",
         }
-        for name, value in values.items():
+        masks = ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+        masks += ("ONEAPI_DEVICE_SELECTOR", "ZE_AFFINITY_MASK", "ASCEND_RT_VISIBLE_DEVICES", "HABANA_VISIBLE_MODULES")
+        masks += ("NEURON_RT_VISIBLE_CORES", "TPU_VISIBLE_CHIPS", "GPU_DEVICE_ORDINAL", "RAY_ADDRESS", "LD_PRELOAD")
+        for name, value in (values | dict.fromkeys(masks, "3")).items():
             monkeypatch.setenv(name, value)
-        env_vars = runtime_env_vars(validated("trainer.placement.policy_num_gpus_per_node=1"), "the-run")
-        assert {name: env_vars.get(name) for name in values} == {**values, "CUDA_VISIBLE_DEVICES": None}
-        assert env_vars["ARCTIC_RL_RUN_ID"] == "the-run"
+        gpus = "trainer.placement.policy_num_gpus_per_node"
+        for cfg in (validated(f"{gpus}=1"), parse(f"{gpus}=8")):
+            env_vars = runtime_env_vars(cfg, "the-run")
+            assert values.items() <= env_vars.items(), "as they are: no shell stands between"
+            assert not env_vars.keys() & set(masks), "they are of the driver's node alone"
+            assert env_vars["ARCTIC_RL_RUN_ID"] == "the-run"
 
     @pytest.mark.parametrize("value", ["$HOME/x", "a ${HOME}"])
     def test_a_value_that_ray_would_expand_is_refused(self, monkeypatch, value):

@@ -1,6 +1,7 @@
 """A real recipe through SkyRL's own entry module: Ray, DeepSpeed, vLLM and the scoring pool, all of them real."""
 
 import os
+import re
 
 import pytest
 from recipes import (
@@ -73,6 +74,7 @@ def test_two_ranks_two_engines_and_a_reference_model_from_a_folder_of_decoys(tmp
     assert all(steps[i]["ratio_max_deviation"] > 1e-4 for i in (1, 3)), "old log-probs stay those of the batch's start"
 
     assert not {"=1", "5", "5;"} & {path.name for path in tmp_path.iterdir()}, "a shell re-read a forwarded value"
+    assert not re.search(r"open '?5;?'?:|\b5;?: No such file", output), "a shell looked for a file 5"
     checkpoint = tmp_path / "checkpoints" / "global_step_2" / "policy"
     assert len(list(checkpoint.glob("rank-*.json"))) == 2
     assert (checkpoint / "huggingface" / "tokenizer.json").is_file()

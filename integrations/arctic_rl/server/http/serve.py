@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from ...backends.registry import RemoteBackendRegistry
 from ...errors import ArcticError, ConfigError
+from ...uv_run import uv_run_problems
 from .settings import HttpSettings, read_settings
 
 if TYPE_CHECKING:
@@ -92,10 +93,12 @@ def serve(settings: HttpSettings) -> None:
     """Run the server in this process.
 
     Raises:
-        ConfigError: the backend is unknown.
+        ConfigError: the backend is unknown, or Ray could not start workers as the server was started.
         ArcticError: the port is taken, or the TLS files cannot be used.
     """
     check_backend(settings)
+    if problems := list(uv_run_problems()):
+        raise ConfigError("\n".join(problems))
     import ray
     import uvicorn
 
