@@ -55,8 +55,8 @@ class ArcticRLConfig:
     """Key-value cache of each vLLM engine on a CPU, in GiB."""
     weight_sync: Literal["shared_memory", "low_memory", "nccl", "ipc"] | None = None
     """How weights reach the engines: shared_memory = one file on their node; low_memory = a bucket at a time; nccl =
-    broadcast between GPUs; ipc = GPU memory that colocated jobs share. None = the fastest that the placement allows
-    (docs/weight_sync.md)."""
+    broadcast between GPUs; ipc = GPU memory that colocated jobs share. None = the fastest that the placement allows;
+    the log says which (docs/weight_sync.md)."""
     weight_sync_bucket_mb: int = 256
     """MiB of a bucket of weight_sync=low_memory, nccl or ipc; a tensor that is larger makes a bucket of its own."""
     env_modules: list[str] = field(default_factory=list)
@@ -117,7 +117,7 @@ class ArcticRLConfig:
     """Seconds without a sign of life after which a worker process counts as dead. However long a call takes, a worker
     gives one between any two native operations."""
     startup_timeout_s: float = 600.0
-    """Seconds that bringing up all workers may take."""
+    """Seconds that bringing up all workers may take, and later an engine that is started anew."""
     shutdown_timeout_s: float = 20.0
     """Seconds that workers get to stop by themselves before they are killed."""
 
