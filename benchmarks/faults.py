@@ -183,7 +183,7 @@ def run(cells: list[Cell], inputs: tuple[Path, Path], folder: Path) -> bool:
     seconds = [end - blow["at"] for blow, end in zip(blows, ends, strict=False)]
     if len(seconds) < len(cells):
         problems.append(f"{len(blows)} of {len(cells)} blows fell, and {len(ends)} were recovered from")
-    more = {"status": process.returncode, "said": _said(output), "last": last}
+    more = {"status": process.returncode, "said": "".join(_told(output)[-1:])[:200], "last": last}
     held = [_print_cell(cell, taken, problems, **more) for cell, taken in itertools.zip_longest(cells, seconds)]
     return all(held)
 
@@ -261,17 +261,15 @@ def _alive(process: Any) -> str:
 
 def _problems(cells: list[Cell], folder: Path, output: str, status: int) -> list[str]:
     """What does not hold of a run, beside the time."""
-    from integrations.arctic_rl.checkpoint import latest, verify
-    from integrations.arctic_rl.errors import CheckpointError
-
     found = []
     victim, phase = cells[0].victim, cells[0].phase
-    told = [line for line in output.splitlines() if "error:" in line or "is restarted" in line]
+    told = _told(output)
     lines = [line for line in _lines(folder / "logs" / "metrics.jsonl") if "policy/final_loss" in line]
     if ends_the_run(victim, phase):
+        told = [line for line in told if line.startswith("error:")]
         if status == 0:
             found.append("the run ended as if nothing had been")
-        if victim != "driver" and not any(line.startswith("error:") for line in told):
+        if victim != "driver" and not told:
             found.append("no cause was given")
         elif victim in NAMED and not any(NAMED[victim] in line for line in told):
             found.append("the message does not name the victim")
@@ -287,18 +285,31 @@ def _problems(cells: list[Cell], folder: Path, output: str, status: int) -> list
     if any(line["policy/rollout_train_logprobs_abs_diff_mean"] > SAME_WEIGHTS for line in lines):
         found.append("an engine sampled with other weights than the trainer had")
     if phase != "initialize":
-        last = latest(folder / "checkpoints")
-        try:
-            verify(last) if last is not None else found.append("no checkpoint is left")
-        except CheckpointError as error:
-            found.append(f"the last checkpoint is damaged: {error}")
+        found += _damage(folder / "checkpoints")
     return found
 
 
-def _said(output: str) -> str:
-    """The line that says why the run ended, or that an engine was restarted."""
-    lines = [line for line in output.splitlines() if line.startswith("error:") or "is restarted" in line]
-    return lines[-1][lines[-1].index("worker ") if "is restarted" in lines[-1] else 0 :][:200] if lines else ""
+def _damage(checkpoints: Path) -> list[str]:
+    """What a run that resumes would find wrong with the last checkpoint, all of its bytes read."""
+    from integrations.arctic_rl.checkpoint import latest, verify
+    from integrations.arctic_rl.errors import CheckpointError
+    from integrations.arctic_rl.server.checkpoint import digest_problems
+
+    last = latest(checkpoints)
+    if last is None:
+        return ["no checkpoint is left"]
+    try:
+        parts = verify(last).parts
+        return [problem for part in parts for problem in digest_problems(last / part, rank=0, world_size=1)]
+    except CheckpointError as error:
+        return [f"the last checkpoint is damaged: {error}"]
+
+
+def _told(output: str) -> list[str]:
+    """The line that says why the run ended, and each that says that an engine is restarted, from its name on."""
+    lines = output.splitlines()
+    restarts = [line[line.index("worker ") :] for line in lines if "is restarted" in line]
+    return restarts + [line for line in lines if line.startswith("error:")]
 
 
 def _cell(text: str) -> Cell:
