@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpu_check.memory import measure_memory
 from benchmarks.report import print_line
 from integrations.arctic_rl.server.process import free_address
 from integrations.arctic_rl.server.specs import OptimizerSpec, TrainingSpec
@@ -46,6 +47,7 @@ def measure(device: str, *, small: bool) -> list[bool]:
         distance = (difference / sum(float(value.norm()) ** 2 for value in plain.values())) ** 0.5
         facts["distance"] = float(f"{distance:.2e}")
         held.append(print_line("gpu_check/zero", distance, BOUND, "max", engine=name, **facts))
+    held += measure_memory(_model("cpu", small=small), _spec(device, 3, {}))
     torch.distributed.destroy_process_group()
     return held
 
