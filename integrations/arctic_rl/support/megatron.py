@@ -116,7 +116,8 @@ def _megatron(idle: Idle) -> dict[str, Entry]:
             "Megatron's optimizer is not run, and this would change the update",
             "write trainer.policy.optimizer_config instead",
             _OPTIMIZER_MEMORY,
-            "Megatron keeps its optimizer there, and is not run",
+            "Megatron keeps its optimizer there, and is not run; write offload_optimizer of "
+            "trainer.arctic_rl.deepspeed.zero_optimization",
             (),
             idle,
         ),
@@ -125,7 +126,8 @@ def _megatron(idle: Idle) -> dict[str, Entry]:
             "it may change the model",
             "leave it out, or put the value into the model folder's config.json",
             _MODEL_MEMORY,
-            "Megatron lays out layers, kernels and recomputation so, and is not run",
+            "Megatron lays out layers, kernels and recomputation so, and is not run; write "
+            "trainer.gradient_checkpointing and trainer.arctic_rl.zero_stage",
             _FP8_FIELDS,
             idle,
         ),
