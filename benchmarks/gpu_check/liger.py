@@ -40,7 +40,7 @@ def measure(device: str, *, small: bool) -> list[bool]:
     ours = copy.deepcopy(plain)
     off = _run(plain.to(narrow), case, batch, device, REPEATS)
     del plain
-    apply_liger(ours)
+    apply_liger(ours, device)
     on = _run(ours.to(narrow), case, batch, device, REPEATS)
     held = []
     for name in ("gradients", "log_probs"):

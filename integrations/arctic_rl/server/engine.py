@@ -134,7 +134,7 @@ def ready_model(model: PreTrainedModel, spec: TrainingSpec) -> PreTrainedModel:
             "done on CPUs; write 0.0 there"
         )
     if spec.use_liger:
-        apply_liger(model)
+        apply_liger(model, spec.device)
     if spec.gradient_checkpointing and spec.role != "ref":
         model.gradient_checkpointing_enable(
             gradient_checkpointing_kwargs={"use_reentrant": spec.gradient_checkpointing_use_reentrant}

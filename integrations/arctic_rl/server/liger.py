@@ -9,6 +9,7 @@ stage 3 gathers weights around those calls too.
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -28,11 +29,15 @@ _ROUNDING = 1e-4
 """Norm of a difference between float32 results over the norm of the right one."""
 
 
-def apply_liger(model: PreTrainedModel) -> None:
-    """Replace layers of a float32 model in place; the rotary embedding for all models of its family in this process.
+def apply_liger(model: PreTrainedModel, device: str) -> None:
+    """Replace layers of a model in place; the rotary embedding for all models of its family in this process.
 
     Every kind of replaced layer is compared on a few random inputs with the layer that it stands for, since Liger
     takes a model's family for its layers (an activation that the config names is not looked at).
+
+    Args:
+        model: in the dtype that it runs in, on its device or still on the host.
+        device: where the layers are compared, in float32.
 
     Raises:
         UnsupportedError: Liger is not installed, knows no layer of this family, or computes something else.
@@ -61,7 +66,7 @@ def apply_liger(model: PreTrainedModel) -> None:
                 f"{SETTING}=true: Liger replaces {type(module).__name__}, which is not tried here; write "
                 f"{SETTING}=false"
             )
-        distance = _distance(module)
+        distance = _distance(module, device)
         if not distance <= _ROUNDING:
             raise UnsupportedError(
                 f"{SETTING}=true: Liger's {type(module).__name__} differs from this model's by {distance:.1e} of its "
@@ -76,8 +81,9 @@ def _takes_hidden_states_alone(module: nn.Module) -> bool:
 
 
 @torch.no_grad()
-def _distance(module: nn.Module) -> float:
-    """How far a replaced layer is from its class's own forward pass, relative, over all results."""
+def _distance(module: nn.Module, device: str) -> float:
+    """How far a replaced layer is from its class's own forward pass in float32, relative, over all results."""
+    module = copy.deepcopy(module).to(device, torch.float32)
     weight = next(module.parameters())
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(1, 3, weight.shape[-1], generator=generator).to(weight)

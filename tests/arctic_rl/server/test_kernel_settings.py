@@ -51,7 +51,7 @@ def test_a_missing_package_is_named(monkeypatch):
     check_attention_package("sdpa")
     monkeypatch.setattr(liger, "find_spec", lambda name: None)
     with pytest.raises(UnsupportedError, match=r"use_liger=true: there is no module liger_kernel; run uv sync"):
-        liger.apply_liger(tiny_model())
+        liger.apply_liger(tiny_model(), "cpu")
 
 
 @pytest.mark.parametrize("use_zorro", [None, False])
@@ -97,3 +97,18 @@ def test_each_attention_on_cpus_reaches_the_model_and_gives_the_same_log_probs(t
     assert right.abs().sum() > 1
     for name, values in found.items():
         assert torch.allclose(values, right, atol=2e-5), name
+
+
+@pytest.mark.parametrize(("factor", "off"), [(1.0, False), (1.01, True)])
+def test_ligers_layers_are_compared_in_float32_whatever_the_model_is_in(factor, off):
+    """A bound method stands in for the forward pass, as Liger's does; 16 bits would hide or invent a difference."""
+    layer = tiny_model().bfloat16().model.layers[0].mlp
+
+    def forward(self, hidden):
+        gate = torch.nn.functional.silu(self.gate_proj(hidden))
+        return self.down_proj(gate * self.up_proj(hidden) * factor)
+
+    layer.forward = forward.__get__(layer)
+    distance = liger._distance(layer, "cpu")
+    assert (distance > liger._ROUNDING) == off and distance < 0.02
+    assert {value.dtype for value in layer.parameters()} == {torch.bfloat16}
