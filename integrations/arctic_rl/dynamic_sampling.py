@@ -21,9 +21,9 @@ _TRAJECTORIES = "arctic_trajectories"
 _IN_PLACE_OF = "/in place of/"
 
 
-def original_uid(uid: str) -> str:
-    """The uid of the prompt that a group's samples answer."""
-    return uid.partition(_IN_PLACE_OF)[0]
+def original_uid(uid: Any) -> Any:
+    """The uid of the prompt that a group's samples answer; a recipe's own uids need not be text."""
+    return uid.partition(_IN_PLACE_OF)[0] if isinstance(uid, str) else uid
 
 
 class DynamicSamplingMixin:

@@ -18,14 +18,12 @@ class ShownPromptsMixin:
     """
 
     async def generate(self, input_batch: Any) -> Any:
-        """The trainer's own; its prompts are noted by uid."""
+        """The trainer's own; its prompts are noted by uid, where a recipe's loop gives them trajectory ids."""
+        ids = input_batch.get("trajectory_ids")
+        if ids is None:
+            return await super().generate(input_batch)
         known = vars(self).setdefault("_arctic_prompts", {})
-        known.update(
-            {
-                trajectory_id.instance_id: prompt
-                for trajectory_id, prompt in zip(input_batch["trajectory_ids"], input_batch["prompts"], strict=True)
-            }
-        )
+        known.update({row_id.instance_id: prompt for row_id, prompt in zip(ids, input_batch["prompts"], strict=True)})
         self._arctic_input = input_batch
         return await super().generate(input_batch)
 

@@ -1,8 +1,10 @@
 """What SkyRL's trainer shows of a training batch: each row beside the prompt that its tokens begin with."""
 
+import asyncio
 import random
 
 import pytest
+from skyrl.train.generators.base import TrajectoryID
 from skyrl.train.trainer import RayPPOTrainer
 
 from integrations.arctic_rl.shown_prompts import ShownPromptsMixin
@@ -89,6 +91,9 @@ def test_each_row_is_shown_with_its_own_prompt(loop, tmp_path, step_wise, sampli
 
 def test_a_batch_of_unknown_prompts_is_left_as_it_is():
     class Plain:
+        async def generate(self, batch):
+            return batch
+
         def postprocess_generator_output(self, output, uids):
             return output, uids
 
@@ -97,7 +102,8 @@ def test_a_batch_of_unknown_prompts_is_left_as_it_is():
 
     trainer = Composed()
     assert trainer.postprocess_generator_output({}, ["a"]) == ({}, ["a"])
-    batch = {"prompts": ["p"]}
-    trainer._arctic_input, trainer._arctic_prompts = batch, {"b": "p"}
-    trainer.postprocess_generator_output({}, ["a"])
-    assert batch == {"prompts": ["p"]}
+    for ids in (None, [TrajectoryID(instance_id="b", repetition_id=0)]):
+        batch = {"prompts": ["p"], "trajectory_ids": ids}
+        assert asyncio.run(trainer.generate(batch)) is batch
+        trainer.postprocess_generator_output({}, ["a", "a"])
+        assert batch == {"prompts": ["p"], "trajectory_ids": ids}
