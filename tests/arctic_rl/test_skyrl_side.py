@@ -22,6 +22,7 @@ from integrations.arctic_rl.inspection import inspect_config
 from integrations.arctic_rl.loss_config import actor_config
 from integrations.arctic_rl.preflight import checkpoint_problems, data_problems, model_kind_problems, model_problems
 from integrations.arctic_rl.runtime_env import runtime_env_vars
+from integrations.arctic_rl.server.sampling_spec import engine_arguments
 from integrations.arctic_rl.server_config import server_config
 from integrations.arctic_rl.skyrl_config import leaf_names, parse_config
 from integrations.arctic_rl.support import refusals, without_effect
@@ -336,6 +337,19 @@ class TestInspection:
     def test_one_setting_is_told_once(self):
         setting = "generator.inference_engine.engine_init_kwargs.generation_config"
         assert len(inspect_config(parse(f"{setting}=auto")).refused) == 1
+
+    def test_what_is_passed_through_to_an_engine_is_plain_python(self):
+        def kinds(value):
+            inside = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else []
+            return {type(value)}.union(*map(kinds, inside))
+
+        raw = {"hf_overrides": {"a_section": {"factor": 4.0}, "eos_token_id": [1, 2]}, "block_size": 64}
+        cfg = parse(f"generator.inference_engine.engine_init_kwargs={json.dumps(raw)}")
+        for device in ("cpu", "cuda"):
+            spec = server_config(cfg, run_id="", env_vars={}, device=device).sampling
+            built = engine_arguments(spec, [*spec.engine_kwargs])
+            assert raw.items() <= built.items()
+            assert kinds(built) <= {dict, list, str, int, float, bool, type(None)}
 
     def test_drafts_by_n_grams_pass_skyrls_own_check_which_knows_others_only(self):
         drafts = {"method": "ngram", "num_speculative_tokens": 4}
