@@ -84,7 +84,10 @@ def load_model(spec: TrainingSpec) -> PreTrainedModel:
 
 def load_on_host(spec: TrainingSpec) -> PreTrainedModel:
     """The model in float32 on the host, with its adapters, and an attention that shares prompts where one is asked
-    for and the model takes it."""
+    for and the model takes it.
+
+    One that is to run in 16 bits is tried here as well, where rounding hides nothing.
+    """
     from ..zorro.attention import register_shared_attention
 
     packed = _packed_attention(spec)
@@ -92,13 +95,16 @@ def load_on_host(spec: TrainingSpec) -> PreTrainedModel:
         check_attention_package(packed)
         return _pretrained(spec, packed)
     try:
-        return _pretrained(spec, register_shared_attention())
+        model = _pretrained(spec, register_shared_attention())
     except ArcticError as error:
         if spec.use_zorro is not None:
             raise
         _warn_unshared(error)
         check_attention_package(packed)
         return _pretrained(spec, packed)
+    if spec.dtype != "float32":
+        _share_where_possible(model, spec, "cpu")
+    return model
 
 
 def ready_model(model: PreTrainedModel, spec: TrainingSpec) -> PreTrainedModel:
@@ -110,14 +116,7 @@ def ready_model(model: PreTrainedModel, spec: TrainingSpec) -> PreTrainedModel:
     if not _is_sharded(spec):
         model.to(spec.device)
     if _shares(model):
-        try:
-            _check_sharing(model, spec)
-        except ArcticError as error:
-            if spec.use_zorro is not None:
-                raise
-            _warn_unshared(error)
-            check_attention_package(_packed_attention(spec))
-            model.set_attn_implementation(_packed_attention(spec))
+        _share_where_possible(model, spec, None if _is_sharded(spec) else spec.device)
     if spec.device == "cpu":
         try:
             check_packing(model, spec.device)
@@ -198,18 +197,31 @@ def _pretrained(spec: TrainingSpec, attention: str) -> PreTrainedModel:
     return model
 
 
-def _check_sharing(model: PreTrainedModel, spec: TrainingSpec) -> None:
+def _share_where_possible(model: PreTrainedModel, spec: TrainingSpec, device: str | None) -> None:
+    """Take a model's shared attention back where it does not stand the test; where it has to share, fail.
+
+    Args:
+        model: in memory of ``device``.
+        device: None = the model is read only, and not run.
+    """
     from ..zorro.support import check_can_share
 
-    check_can_share(model, training=spec.role != "ref")
-    if not _is_sharded(spec):
-        _check_by_running(model, spec)
+    try:
+        check_can_share(model, training=spec.role != "ref")
+        if device is not None:
+            _check_by_running(model, spec, device)
+    except ArcticError as error:
+        if spec.use_zorro is not None:
+            raise
+        _warn_unshared(error)
+        check_attention_package(_packed_attention(spec))
+        model.set_attn_implementation(_packed_attention(spec))
 
 
 def _agrees(engine: Any, spec: TrainingSpec) -> bool:
     """Whether an engine gives the same log-probs where prompts are shared; where they have to be, it fails if not."""
     try:
-        _check_by_running(engine, spec)
+        _check_by_running(engine, spec, spec.device)
     except ArcticError as error:
         if spec.use_zorro is not None:
             raise
@@ -218,11 +230,11 @@ def _agrees(engine: Any, spec: TrainingSpec) -> bool:
     return True
 
 
-def _check_by_running(engine: Any, spec: TrainingSpec) -> None:
+def _check_by_running(engine: Any, spec: TrainingSpec, device: str) -> None:
     from ..processors.prompt_sharing import check_by_running
 
     if spec.zorro_self_check:
-        check_by_running(engine, spec.device, training=spec.role != "ref")
+        check_by_running(engine, device, training=spec.role != "ref")
 
 
 def build_optimizer(model: torch.nn.Module, spec: OptimizerSpec) -> torch.optim.AdamW:

@@ -13,6 +13,7 @@ from integrations.arctic_rl.server.engine import InferenceEngine, load_model
 from integrations.arctic_rl.server.hf_export import export_model
 from integrations.arctic_rl.server.specs import TrainingSpec
 from integrations.arctic_rl.server.weights import model_tensors
+from integrations.arctic_rl.zorro.layout import SharedRows
 from tests.arctic_rl.specs import training_spec
 
 SIZES = {
@@ -111,6 +112,21 @@ def test_what_only_running_a_model_tells(spec_of, tmp_path, caplog, family: str,
     with pytest.raises(ArcticError, match=f"{reason}.*use_zorro=false"):
         load_model(spec_of(model_path=folder, use_zorro=True))
     unchecked = load_model(spec_of(model_path=folder, use_zorro=True, zorro_self_check=False))
+    assert unchecked.config._attn_implementation == "arctic_zorro"
+
+
+@pytest.mark.parametrize("role", ["policy", "ref"])
+@pytest.mark.parametrize("zero_stage", [2, 3])
+def test_a_difference_that_16_bits_would_hide_is_seen_in_float32(spec_of, monkeypatch, caplog, role, zero_stage):
+    to_rows = SharedRows.to_rows
+    monkeypatch.setattr(SharedRows, "to_rows", lambda rows, values: to_rows(rows, values + 0.01))
+    settings = {"dtype": "bfloat16", "role": role, "zero_stage": zero_stage}
+    with pytest.raises(ArcticError, match=r"other log-probs .*torch.float32: by 0.01 nats .*use_zorro=false"):
+        load_model(spec_of(use_zorro=True, **settings))
+    with caplog.at_level(logging.WARNING):
+        assert load_model(spec_of(**settings)).config._attn_implementation == "arctic_varlen"
+    assert "torch.float32: by 0.01 nats" in caplog.text
+    unchecked = load_model(spec_of(zorro_self_check=False, **settings))
     assert unchecked.config._attn_implementation == "arctic_zorro"
 
 
