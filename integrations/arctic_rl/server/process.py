@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 RUN_ID_VARIABLE = "ARCTIC_RL_RUN_ID"
 TRACKER_GRACE_S = 3.0
 ORPHAN_CHECK_S = 1.0
+RAYLET_SOCKET = "--raylet_socket_name="
 
 
 def redirect_output(log_file: str) -> None:
@@ -49,33 +50,46 @@ def end_with_parent() -> None:
 def _end_with(parent: int, run_id: str) -> None:
     import psutil
 
-    agents = _agents(parent)
+    agents, socket = _agents(parent), _socket(parent)
     while os.getppid() == parent:
         time.sleep(ORPHAN_CHECK_S)
     for agent in agents:
         with contextlib.suppress(psutil.Error):
             agent.kill()
-    kill_processes([*_orphans(run_id), *own_process_ids()[1:]])
+    kill_processes([*_orphans(run_id, socket), *own_process_ids()[1:]])
     remove_run_directories(run_id)
     os._exit(1)
 
 
-def _orphans(run_id: str) -> list[int]:
-    """Other processes of a run that have come to the parent to which this one has, and their descendants."""
+def _orphans(run_id: str, socket: str | None) -> list[int]:
+    """Other processes of a run that have come to the parent to which this one has, and their descendants.
+
+    Args:
+        run_id: which they carry.
+        socket: of the raylet that they had; its workers that only start carry nothing yet.
+    """
     import psutil
 
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            if process.pid != os.getpid() and process.ppid() == os.getppid() and _is_of_run(process, run_id):
+            if process.pid == os.getpid() or process.ppid() != os.getppid():
+                continue
+            starting = socket is not None and f"--raylet-name={socket}" in process.cmdline()[2:]
+            if starting or process.environ().get(RUN_ID_VARIABLE) == run_id:
                 found += [process.pid, *(child.pid for child in process.children(recursive=True))]
     return found
 
 
-def _is_of_run(process: psutil.Process, run_id: str) -> bool:
-    """Whether a process carries the run's id, or is about to: Ray's starter of workers has it in its arguments."""
-    carried = process.environ().get(RUN_ID_VARIABLE)
-    return carried == run_id if carried is not None else any(run_id in part for part in process.cmdline())
+def _socket(raylet: int) -> str | None:
+    """The socket of a raylet, by which its workers are told of it."""
+    import psutil
+
+    with contextlib.suppress(psutil.Error):
+        for argument in psutil.Process(raylet).cmdline():
+            if argument.startswith(RAYLET_SOCKET):
+                return argument.removeprefix(RAYLET_SOCKET)
+    return None
 
 
 def _agents(raylet: int) -> list[psutil.Process]:

@@ -74,7 +74,8 @@ child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
 child.stdout.readline()
 starting = "import subprocess, time; subprocess.Popen(['sleep', '60']); print(1, flush=True); time.sleep(60)"
 bare = {{name: value for name, value in os.environ.items() if name != {RUN_ID_VARIABLE!r}}}
-for more, environment in (([], None), (["env", "run-f"], bare), (["env", "another"], bare)):
+socket = "--raylet-name=/a/socket"
+for more, environment in (([], None), (["worker.py", socket], bare), (["worker.py", socket + "2"], bare)):
     process = subprocess.Popen([sys.executable, "-c", starting, *more], env=environment, stdout=subprocess.PIPE)
     process.stdout.readline()
     print(process.pid, flush=True)
@@ -85,7 +86,7 @@ time.sleep(60)
 def test_siblings_that_only_start_end_too():
     """Ray's workers look for its control process for half a minute before anything of ours is in them."""
     environment = {**os.environ, RUN_ID_VARIABLE: "run-f"}
-    command = [sys.executable, "-c", SIBLINGS]
+    command = [sys.executable, "-c", SIBLINGS, "--raylet_socket_name=/a/socket"]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as parent:
         siblings = [psutil.Process(int(parent.stdout.readline())) for _ in range(3)]
         families = [[sibling, *sibling.children()] for sibling in siblings]
@@ -93,7 +94,7 @@ def test_siblings_that_only_start_end_too():
     try:
         assert [len(family) for family in families] == [2] * 3
         assert psutil.wait_procs([*families[0], *families[1]], timeout=20)[1] == []
-        assert all(process.is_running() for process in families[2]), "it is of no run, or of another one"
+        assert all(process.is_running() for process in families[2]), "it is of another raylet"
     finally:
         for process in (process for family in families for process in family if process.is_running()):
             process.kill()
