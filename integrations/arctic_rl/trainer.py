@@ -25,7 +25,7 @@ from .unjudged import JudgedBaselineMixin
 METRICS_NAME = "metrics.jsonl"
 
 
-class ArcticTrainerMixin(ResumeMixin, JudgedBaselineMixin, EqualRewardsMixin, DynamicSamplingMixin, ShownPromptsMixin):
+class ArcticTrainerMixin(ResumeMixin, JudgedBaselineMixin, EqualRewardsMixin, ShownPromptsMixin, DynamicSamplingMixin):
     """Put before the class of the trainer that an experiment built, ``RayPPOTrainer`` or a recipe's own.
 
     ``build_models`` and ``update_ref_with_policy`` are replaced; the loop, advantages, mini-batches and logging stay

@@ -85,25 +85,44 @@ def test_each_row_is_shown_with_its_own_prompt(loop, tmp_path, step_wise, sampli
             assert row[: len(prompt)] == prompt
             misplaced += prompt != prompts[min(place // SAMPLES * SAMPLES, len(prompts) - 1)]
     assert misplaced > 0 or not step_wise, "rows that follow their number show little"
-    kept = {"_arctic_prompts", "_arctic_input"} & set(vars(run.trainer))
-    assert not kept or sampling == "filter", "a batch that is still being collected alone keeps its prompts"
+    assert not run.trainer._waiting(), "kept beyond its batch"
 
 
-def test_a_batch_of_unknown_prompts_is_left_as_it_is():
-    class Plain:
-        async def generate(self, batch):
-            return batch
+class Plain:
+    """A trainer whose generator answers with the batch's number."""
 
-        def postprocess_generator_output(self, output, uids):
-            return output, uids
+    async def generate(self, batch):
+        return {"number": batch["number"]}
 
-    class Composed(ShownPromptsMixin, Plain):
-        pass
+    def postprocess_generator_output(self, output, uids):
+        return output, uids
 
-    trainer = Composed()
-    assert trainer.postprocess_generator_output({}, ["a"]) == ({}, ["a"])
-    for ids in (None, [TrajectoryID(instance_id="b", repetition_id=0)]):
-        batch = {"prompts": ["p"], "trajectory_ids": ids}
-        assert asyncio.run(trainer.generate(batch)) is batch
-        trainer.postprocess_generator_output({}, ["a", "a"])
-        assert batch == {"prompts": ["p"], "trajectory_ids": ids}
+
+class Composed(ShownPromptsMixin, Plain):
+    pass
+
+
+def batch_of(number, uid):
+    ids = None if uid is None else [TrajectoryID(instance_id=uid, repetition_id=0)]
+    return {"number": number, "prompts": [f"prompt {number}"], "trajectory_ids": ids}
+
+
+def test_batches_that_are_under_way_together_keep_their_prompts():
+    """A recipe's loop may generate the next batch before it trains on this one, of the same prompt too."""
+    trainer, batches = Composed(), [batch_of(number, uid) for number, uid in enumerate("aab")]
+    outputs = [asyncio.run(trainer.generate(batch)) for batch in batches]
+    for number in (1, 0, 2):
+        trainer.postprocess_generator_output(outputs[number], ["aab"[number]] * 2)
+        assert batches[number]["prompts"] == [f"prompt {number}"] * 2
+    assert not trainer._waiting()
+    for number in range(100):
+        asyncio.run(trainer.generate(batch_of(number, "a")))
+    assert len(trainer._waiting()) < 10, "a loop that shows nothing"
+
+
+@pytest.mark.parametrize("uid", [None, "b"])
+def test_a_batch_of_unknown_prompts_is_left_as_it_is(uid):
+    trainer, batch = Composed(), batch_of(0, uid)
+    output = asyncio.run(trainer.generate(batch))
+    assert trainer.postprocess_generator_output(output, ["a", "a"]) == (output, ["a", "a"])
+    assert batch == batch_of(0, uid)
