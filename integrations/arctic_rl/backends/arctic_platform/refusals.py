@@ -7,6 +7,7 @@ from typing import Any
 
 from ...config import ArcticRLConfig
 from ...errors import ConfigError
+from ...support.leaves import value_of
 from .jobs import FLASH_ATTENTION, server_address
 from .payload import CLIP_RANGE, DUAL_CLIP
 
@@ -41,6 +42,15 @@ def setting_refusals(cfg: Any) -> Iterator[str]:
         yield from check(cfg)
 
 
+_ITS_OWN_MEMORY = {
+    "trainer.policy.record_memory": False,
+    "trainer.use_expandable_segments": True,
+    "trainer.policy.optimizer_config.offload_after_step": True,
+    "generator.inference_engine.use_expandable_segments": False,
+}
+"""Settings that this server is not told, by what they are by default."""
+
+
 def _server(cfg: Any) -> Iterator[str]:
     arctic, engine = cfg.trainer.arctic_rl, cfg.generator.inference_engine
     if arctic.device == "cpu":
@@ -59,8 +69,10 @@ def _server(cfg: Any) -> Iterator[str]:
             "trainer.flash_attn=False: rows of a micro-batch see each other on this server without flash attention: "
             "write true"
         )
-    if cfg.trainer.policy.record_memory:
-        yield "trainer.policy.record_memory=True: this server writes no snapshots of its memory: write false"
+    for setting, usual in _ITS_OWN_MEMORY.items():
+        value = value_of(cfg, setting)
+        if value is not usual:
+            yield f"{setting}={value!r}: this server looks after its memory itself: leave it out"
     if engine.pipeline_parallel_size > 1:
         yield (
             f"generator.inference_engine.pipeline_parallel_size={engine.pipeline_parallel_size}: this server counts "
