@@ -68,6 +68,9 @@ def check_config(config: ServerConfig, settings: HttpSettings) -> None:
     workers = config.policy_ranks + config.critic_ranks + config.ref_ranks + config.engines
     if workers > settings.max_workers:
         raise HttpError(f"the job has {workers} workers; the server's max_workers={settings.max_workers}")
+    for spec in (config.policy, *others):
+        if spec.memory_snapshots is not None:
+            folder_inside(settings.storage_root, spec.memory_snapshots)
     models = {config.policy.model_path, config.sampling.model_path}
     models |= {spec.model_path for spec in others}
     for model in sorted(models):

@@ -123,8 +123,6 @@ class Jobs:
                 raise HttpError(
                     "config.env_vars: the server's workers get the server's own environment; leave it empty"
                 )
-            if config.policy.memory_snapshots is not None:
-                folder_inside(self._settings.storage_root, config.policy.memory_snapshots)
             await asyncio.to_thread(check_config, config, self._settings)
             logs = folder_inside(self._settings.storage_root, os.path.join(LOG_FOLDER, config.run_id))
             # Not the client's: what carries a run's id is killed at its end, and the client may be on this machine.

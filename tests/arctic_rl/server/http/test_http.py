@@ -1,4 +1,5 @@
 import asyncio
+import contextlib
 import dataclasses
 import json
 import time
@@ -279,6 +280,15 @@ def test_a_model_that_the_server_does_not_have_is_refused_by_name(tmp_path):
         with pytest.raises(HttpError, match=f"the model '{missing}' is no folder of the server's") as caught:
             check_config(ClientConfig(model_path=missing).server_config(), HttpSettings(allowed_models=allowed))
         assert caught.value.status == 400
+
+
+def test_snapshots_of_memory_are_written_below_the_servers_root(tmp_path):
+    config = ClientConfig(model_path="m", reference_path="m").server_config()
+    for job in ("policy", "reference"):
+        for folder, allowed in ((tmp_path / "run" / "memory_snapshots", True), (tmp_path.parent, False)):
+            spec = dataclasses.replace(vars(config)[job], memory_snapshots=str(folder))
+            with contextlib.nullcontext() if allowed else pytest.raises(HttpError, match="not below"):
+                check_config(dataclasses.replace(config, **{job: spec}), HttpSettings(storage_root=str(tmp_path)))
 
 
 def test_a_job_has_no_more_workers_than_the_server_allows(model_path):
