@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 
+from ..errors import WorkerDiedError
 from ..server.offload import OPTIMIZER, PARTS, WEIGHTS
 
 SAMPLING = "sampling"
@@ -124,9 +125,14 @@ class Turns:
         asleep = [part for part in parts if job in self._shared and part not in self._awake[job]]
         if asleep:
             await self.wake(job, asleep)
-        yield
-        if asleep:
-            await self.sleep(job, asleep)
+        try:
+            yield
+        except WorkerDiedError:
+            asleep = []  # the run ends, and ranks may stand in a call that nobody answers
+            raise
+        finally:
+            if asleep:
+                await self.sleep(job, asleep)
 
     @asynccontextmanager
     async def cleared_for(self, job: str) -> AsyncIterator[None]:

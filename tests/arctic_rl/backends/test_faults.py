@@ -3,6 +3,7 @@ ends the run with its name. On the actors of ``fake_cluster``; ``benchmarks.faul
 
 import asyncio
 import time
+from contextvars import Context
 from types import SimpleNamespace
 
 import pytest
@@ -389,15 +390,15 @@ class TestSharedGpus:
     @pytest.fixture
     def cluster_of(self, tmp_path, monkeypatch):
         backend, cluster = fake_backend(
-            monkeypatch, tmp_path, weight_sync="low_memory", startup_s=5.0, colocate_all=True
+            monkeypatch, tmp_path, engines=3, weight_sync="low_memory", startup_s=5.0, colocate_all=True
         )
         setup, export = FakeEngine.setup, FakeRank.export_bucket
 
         def ranks():
-            return [actors[-1]._worker for name, actors in cluster.actors.items() if not name.startswith("sampling")]
+            return [actor._worker for actor in cluster.alive() if isinstance(actor._worker, FakeRank)]
 
         def engines():
-            return [actors[-1]._worker for name, actors in cluster.actors.items() if name.startswith("sampling")]
+            return [actor._worker for actor in cluster.alive() if isinstance(actor._worker, FakeEngine)]
 
         async def set_up(self):
             assert not cluster.checked or not any(rank.awake for rank in ranks()), "memory is taken on an empty GPU"
@@ -406,7 +407,8 @@ class TestSharedGpus:
         async def export_bucket(self, *arguments):
             assert all("kv_cache" in engine.asleep for engine in engines()), "the policy beside caches"
             if cluster.checked and self.rank == 0 and not backend._engines.asleep_at:
-                cluster.asked_meanwhile.append(asyncio.ensure_future(backend.generate(requests(8))))
+                asked = asyncio.create_task(backend.generate(requests(8)), context=Context())
+                cluster.asked_meanwhile.append(asked)
             return await export(self, *arguments)
 
         cluster.checked, cluster.asked_meanwhile = False, []
@@ -422,15 +424,43 @@ class TestSharedGpus:
             await backend.update_weights()
             cluster.checked = True
             cluster.hurt("sampling-0", BEGINS["generate"], "killed")
-            first = asyncio.ensure_future(backend.generate(requests(8)))
-            await asyncio.sleep(0.03)
+            answers = await backend.generate(requests(8))
             (meanwhile,) = cluster.asked_meanwhile
-            answers = [*await first, *await meanwhile, *await backend.generate(requests(8))]
+            answers = [*answers, *await meanwhile, *await backend.generate(requests(8))]
             await backend.shutdown()
             return [answer["token_ids"] for answer in answers]
 
         assert asyncio.run(run()) == samples(8, 1) * 3
         assert len(cluster.actors["sampling-0"]) == 2
+
+    @pytest.mark.parametrize("method", ["sleep", "wake_up", "export_bucket", "load_part", "end_update"])
+    @pytest.mark.parametrize("second", ["sampling-0", "sampling-1", "sampling-2"])
+    def test_a_second_death_meanwhile(self, cluster_of, monkeypatch, second, method):
+        """Whoever it is, the policy leaves before caches come back, and requests made meanwhile are answered."""
+        backend, cluster = cluster_of
+
+        async def run():
+            await backend.initialize(10)
+            await backend.update_weights()
+            cluster.hurt(second, lambda called, keywords: called == method, "killed")
+            cluster.checked = True
+            cluster.actors["sampling-0"][0].die()
+            answers = []
+            for _ in range(5):
+                answers += await backend.generate(requests(8))
+                await asyncio.sleep(0.02)
+            for meanwhile in cluster.asked_meanwhile:
+                answers += await meanwhile
+            ranks = [actors[0]._worker for name, actors in cluster.actors.items() if name.startswith("policy")]
+            awake = [rank.awake for rank in ranks]
+            await backend.shutdown()
+            return [answer["token_ids"] for answer in answers], awake
+
+        monkeypatch.setattr(calls, "DEATH_GRACE_S", 0.05)
+        answers, awake = asyncio.run(run())
+        assert answers == samples(8, 1) * (len(answers) // 8) and len(answers) >= 40
+        assert awake == [set(), set()]
+        assert len(cluster.actors["sampling-0"]) == 2 + (second == "sampling-0")
 
     @pytest.mark.parametrize("steps", [0, 1])
     def test_an_engine_dies_in_its_sleep(self, cluster_of, tmp_path, steps):

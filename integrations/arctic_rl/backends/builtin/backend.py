@@ -74,6 +74,7 @@ class BuiltinBackend(RemoteBackend):
             self._calls,
             restore=self._restore_engine,
             may_restart_now=lambda: self._engines.asleep_at is None,
+            one_by_one=self._turns.of_engines,
         )
 
     async def _setups(self, horizons: dict[str, int]) -> None:

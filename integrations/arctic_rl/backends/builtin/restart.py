@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 from collections.abc import Awaitable, Callable
 
@@ -19,13 +20,25 @@ Restore = Callable[[str], Awaitable[None]]
 
 
 def supervise(
-    config: ServerConfig, workers: Workers, calls: Calls, *, restore: Restore, may_restart_now: Callable[[], bool]
+    config: ServerConfig,
+    workers: Workers,
+    calls: Calls,
+    *,
+    restore: Restore,
+    may_restart_now: Callable[[], bool],
+    one_by_one: bool,
 ) -> None:
-    """From now on, look for signs of life, and restart engines."""
+    """From now on, look for signs of life, and restart engines; ``one_by_one`` where a restart moves what others have
+    in memory."""
+    turn = asyncio.Lock() if one_by_one else contextlib.nullcontext()
 
     def watch(name: str) -> asyncio.Future:
         ping = functools.partial(workers.beside, name, "ping")
         return asyncio.ensure_future(watched(workers.watch(name), ping, config.worker_timeout_s))
+
+    async def replace(name: str) -> None:
+        async with turn:
+            await replace_engine(workers, restore, config.startup_timeout_s, name)
 
     calls.stop_watching()
     engines = workers.names("sampling")
@@ -33,7 +46,7 @@ def supervise(
     calls.supervisor = EngineSupervisor(
         workers.actors,
         watch=watch,
-        replace=functools.partial(replace_engine, workers, restore, config.startup_timeout_s),
+        replace=replace,
         last_words=workers.tail,
         most=config.max_engine_restarts,
         may_restart_now=may_restart_now,

@@ -142,23 +142,34 @@ class Weights:
             )
             await self._calls.call(name, "refuse", reason)
             return 0
-        async with self._beside_policy(names):
+        async with self._beside_policy(name, names):
             await SENDERS[self._strategy](self._run("sampling", version, names=(name,)))
         return version
 
     @contextlib.asynccontextmanager
-    async def _beside_policy(self, names: list[str]) -> AsyncIterator[None]:
-        """Inside, the policy's weights are awake. Where it shares the engines' GPUs these have no caches meanwhile:
-        requests under way end first, new ones wait."""
+    async def _beside_policy(self, name: str, names: list[str]) -> AsyncIterator[None]:
+        """Inside, which serves an engine, the policy's weights are awake. Where it shares the engines' GPUs these have
+        no caches meanwhile: requests under way end first, new ones wait."""
         if not self._turns.of_engines or CACHE in self._turns.asleep("sampling"):
             async with self._turns.beside("policy", [WEIGHTS]):
                 yield
             return
         async with self._engines.held():
-            await self._calls.call_all(names, "sleep", KEEPING_LEVEL)
-            await self._calls.call_all(names, "wake_up", [WEIGHTS])
-            async with self._turns.beside("policy", [WEIGHTS]):
-                yield
+            try:
+                await self._calls.call_all(names, "sleep", KEEPING_LEVEL)
+                await self._calls.call_all(names, "wake_up", [WEIGHTS])
+                async with self._turns.beside("policy", [WEIGHTS]):
+                    yield
+            except WorkerDiedError:
+                raise
+            except ArcticError:
+                # Those that live go on, once they are asleep: some may still have waited for their requests.
+                gone = {name} if self._calls.supervisor is None else {name} | self._calls.supervisor.restarting()
+                others = [other for other in names if other not in gone]
+                with contextlib.suppress(ArcticError):
+                    await self._calls.call_all(others, "sleep", KEEPING_LEVEL)
+                    await self._calls.call_all(others, "wake_up", None)
+                raise
             await self._calls.call_all(names, "wake_up", [CACHE])
 
     def _run(
