@@ -278,7 +278,7 @@ def _server(cfg: Any) -> Iterator[str]:
     said: set[str] = set()
     while True:
         try:
-            config = server_config(cfg, run_id="", env_vars={})
+            config = server_config(cfg, run_id="", env_vars={}, device=device_here(cfg))
         except ValueError as error:
             lines = str(error).splitlines()
             yield from lines

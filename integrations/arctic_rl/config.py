@@ -164,6 +164,9 @@ def _range_problems(config: ArcticRLConfig) -> Iterable[str]:
         if value < low or (high is not None and value > high):
             limit = f"at least {low}" if high is None else f"between {low} and {high}"
             yield f"{PREFIX}.{name}={value!r} is out of range: write a value {limit}"
+    nodes = config.cluster_gpus
+    if matches(nodes, list[int]) and (not nodes or min(nodes) < 0):
+        yield f"{PREFIX}.cluster_gpus={nodes!r} is out of range: write a number of at least 0 for each node, or null"
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -89,13 +89,14 @@ def described_plan(cfg: Any) -> DescribedPlan:
 
 def planned_cluster(cfg: Any) -> ClusterDescription:
     """The cluster of ``trainer.arctic_rl.cluster_gpus``; where it is not given, the fewest nodes that a plan is found
-    for, each with the GPUs that the job with the most asks for on one."""
+    for, each with the most GPUs that a job or an engine with GPUs of its own asks for on one."""
     given = cfg.trainer.arctic_rl.cluster_gpus
     if given is not None:
         return _cluster(given)
     request = placement_request(server_config(cfg, run_id="", env_vars={}, device="cuda"))
     jobs = ((request.policy_ranks, request.policy_nodes), (request.critic_ranks, request.critic_nodes))
     size = max(ranks // nodes for ranks, nodes in (*jobs, (request.ref_ranks, request.ref_nodes)))
+    size = size if request.colocate_all else max(size, request.engine_gpus)
     most = sum(ranks for ranks, _ in jobs) + request.ref_ranks + request.engines
     for count in range(request.policy_nodes, most + 1):
         with contextlib.suppress(PlacementError):

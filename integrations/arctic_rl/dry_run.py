@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from .backends.registry import backend_name
-from .described_placement import described_plan, gpu_plan
+from .described_placement import described_plan, gpu_plan, planned_cluster
 from .devices import device_here
 from .horizon import has_two_warmups, horizon
 from .inspection import Findings
@@ -99,10 +99,11 @@ def _placement(cfg: Any) -> list[str]:
     except (ValueError, TypeError, ArithmeticError, LookupError) as error:
         lines.append(f"no GPUs can be given for it: {error}")
     else:
-        nodes = f"{cfg.trainer.arctic_rl.cluster_gpus}"
+        nodes = [node.gpus for node in planned_cluster(cfg).nodes]
+        given = cfg.trainer.arctic_rl.cluster_gpus is not None
         lines += (
             [f"on nodes with {nodes} GPUs:", *placed.table().splitlines()]
-            if cfg.trainer.arctic_rl.cluster_gpus is not None
+            if given or set(nodes) != {plan.gpus_per_node}
             else ["each engine stays within a node"]
         )
     return [*lines, "on a cluster without GPUs, each process above runs on CPUs"]

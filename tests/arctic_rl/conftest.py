@@ -1,7 +1,14 @@
 import pytest
 import torch
 
+from integrations.arctic_rl import devices
 from integrations.arctic_rl.backends.loop_thread import LoopThread
+
+
+@pytest.fixture(autouse=True)
+def no_cluster_beside(monkeypatch):
+    """What a recipe is told here does not depend on a Ray that something else has started on this machine."""
+    monkeypatch.setattr(devices, "gpus_of_running_cluster", lambda address: 0)
 
 
 @pytest.fixture(autouse=True, scope="package")

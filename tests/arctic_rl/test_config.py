@@ -21,6 +21,8 @@ def test_defaults_are_valid_and_need_no_argument():
         ("max_cpu_workers", 3.5, "a whole number"),
         ("cpu_threads", 0, "between 1 and 1024"),
         ("cpu_kv_cache_gib", -1, "at least 0.01"),
+        ("cluster_gpus", [8, -1], "at least 0 for each node"),
+        ("cluster_gpus", [], "at least 0 for each node"),
         ("env_modules", "mine", "a list of texts"),
         ("env_modules", [1], "a list of texts"),
         ("scoring_time_limit_s", 0, "at least 0.1"),

@@ -3,12 +3,12 @@
 import pytest
 
 from integrations.arctic_rl import devices
+from integrations.arctic_rl.devices import gpus_of_running_cluster
 from integrations.arctic_rl.skyrl_config import parse_config
 
 
 @pytest.fixture
-def cfg(monkeypatch):
-    monkeypatch.setattr(devices, "gpus_of_running_cluster", lambda address: 0)
+def cfg():
     return parse_config(["trainer.logger=console"])
 
 
@@ -35,4 +35,4 @@ def test_the_cluster_that_would_be_joined(cfg, monkeypatch):
 def test_a_cluster_that_cannot_be_reached_has_none(address, monkeypatch):
     """Ray itself would try for minutes."""
     monkeypatch.setenv("RAY_ADDRESS", address)
-    assert devices.gpus_of_running_cluster(address) == 0
+    assert gpus_of_running_cluster(address) == 0

@@ -10,12 +10,13 @@ import pytest
 from skyrl.backends.skyrl_train.utils.ppo_utils import PolicyLossRegistry
 from skyrl.train.config.config import SkyRLTrainConfig
 
-from integrations.arctic_rl.described_placement import described_plan
+from integrations.arctic_rl.described_placement import described_plan, planned_cluster
 from integrations.arctic_rl.dry_run import exit_status, report
 from integrations.arctic_rl.entrypoint import load_config
 from integrations.arctic_rl.errors import ConfigError
 from integrations.arctic_rl.horizon import horizon
 from integrations.arctic_rl.inspection import inspect_config
+from integrations.arctic_rl.recipe_checks import gpu_placement_problems
 from integrations.arctic_rl.skyrl_config import parse_config, parse_what_is_known
 
 ROOT = Path(__file__).parents[2]
@@ -465,6 +466,20 @@ class TestPlacement:
         ]
         lines = self.table(*gpus(1, 4, 2, 2), apart, "trainer.placement.colocate_policy_ref=false")
         assert [line.split()[3:] for line in lines[1:]] == [["0", "0-3"], ["1", "0-3"], ["2", "0-3"]]
+
+    @pytest.mark.parametrize(("ranks", "engine", "nodes"), [(1, 2, [2, 2]), (4, 8, [8, 8]), (2, 1, [2, 2])])
+    def test_nodes_are_as_large_as_an_engine_with_gpus_of_its_own(self, ranks, engine, nodes):
+        recipe = [
+            *gpus(1, ranks, 2 // engine or 1, engine),
+            "trainer.placement.colocate_all=false",
+            "trainer.arctic_rl.device=cuda",
+        ]
+        cfg = parse_config(recipe)
+        assert [node.gpus for node in planned_cluster(cfg).nodes] == nodes
+        assert list(gpu_placement_problems(cfg)) == []
+        lines = section(recipe, "Placement on the cluster that the recipe describes")
+        assert ("each engine stays within a node" in lines) == (nodes[0] == ranks)
+        assert (f"on nodes with {nodes} GPUs:" in lines) == (nodes[0] != ranks)
 
     def test_no_reference_model_without_a_kl_term(self):
         lines = self.table(*gpus(1, 2, 2), "trainer.algorithm.use_kl_loss=false")

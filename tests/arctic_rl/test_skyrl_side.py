@@ -525,6 +525,13 @@ class TestServerConfig:
             "trainer.arctic_rl.attention=flash_attention_2",
         ]
 
+    @pytest.mark.parametrize("gpus", ["trainer.arctic_rl.device=cuda", "trainer.arctic_rl.cluster_gpus=[8]"])
+    def test_kernels_of_gpus_are_taken_where_there_are_some(self, gpus):
+        asked = ("use_liger=true", "attention=flash_attention_2", "use_zorro=false")
+        kernels = [f"trainer.arctic_rl.{setting}" for setting in asked]
+        refused = inspect_config(parse(gpus, *kernels)).refused
+        assert not [line for line in refused if line.startswith("trainer.arctic_rl.")]
+
     def test_the_deepspeed_block_is_for_what_is_trained_and_checked_with_the_rest(self):
         block = "trainer.arctic_rl.deepspeed"
         asked = (f"{block}.zero_optimization.offload_optimizer.device=cpu", f"{block}.steps_per_print=5")

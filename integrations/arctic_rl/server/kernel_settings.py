@@ -50,12 +50,15 @@ def check_attention_package(name: str) -> None:
 
 def _problems(spec: TrainingSpec) -> Iterator[str]:
     if spec.use_liger and spec.device == "cpu":
-        yield f"{liger.SETTING}=true: Liger's kernels run on GPUs, and this run is on CPUs; write false"
+        yield (
+            f"{liger.SETTING}=true: Liger's kernels run on GPUs, and this run is on CPUs (trainer.arctic_rl.device); "
+            "write false"
+        )
     if spec.attention is None:
         return
     names = ATTENTIONS[spec.device]
     if spec.attention not in names:
-        where = "GPUs" if spec.device == "cuda" else "CPUs"
+        where = "GPUs" if spec.device == "cuda" else "CPUs (trainer.arctic_rl.device)"
         yield (
             f"{ATTENTION_SETTING}={spec.attention}: on {where} packed rows are kept apart by {', '.join(names)}; "
             "write one of these, or leave it out"
