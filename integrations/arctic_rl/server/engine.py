@@ -287,6 +287,17 @@ def _record_gradient_norm(engine: Any, optimizer: torch.optim.Optimizer) -> None
     optimizer.register_step_pre_hook(before_step)
 
 
+def forget_gradient(engine: Any) -> None:
+    """Leave nothing of a gradient whose step was skipped.
+
+    DeepSpeed 0.19.8 keeps it where ZeRO stage 1 or 2 offloads an optimizer that accumulates in float32 beside weights
+    in bfloat16: the next backward adds to it, and no step is ever finite again. Remove this when it no longer does.
+    """
+    gradients = getattr(engine.optimizer, "averaged_gradients", {})  # of ZeRO stages 1 and 2
+    for group in gradients:
+        gradients[group] = None
+
+
 def _undo_trial_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Give a replicated bfloat16 engine a fresh AdamW.
 

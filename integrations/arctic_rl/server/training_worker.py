@@ -233,6 +233,8 @@ class TrainingWorker:
         """
         import math
 
+        from .engine import forget_gradient
+
         self._check_awake()
         lr = self.learning_rate()
         self._engine.step()
@@ -242,6 +244,7 @@ class TrainingWorker:
         if skipped:
             logger.warning("an optimizer step was skipped: the norm of its gradient is %s", norm)
             self._engine.global_steps -= 1
+            forget_gradient(self._engine)
         else:
             self._scheduler.step()
         return {"lr": lr, "grad_norm": norm, "skipped": skipped}

@@ -17,9 +17,14 @@ pytestmark = pytest.mark.slow
 META = {"temperature": 0.8, "max_token_len_per_gpu": 40, "logits_optimization": "memory"}
 PROCESSING = {"loss_fn": "grpo", "config": {}}
 FALLING = OptimizerSpec(1e-3, (0.9, 0.95), 0.01, 0.5, "linear", 0)
-CLIPPING = {"clipped": FALLING, "not clipped": dataclasses.replace(FALLING, max_grad_norm=0.0)}
+OFFLOADED = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
+SETTINGS = {
+    "clipped": {"optimizer": FALLING},
+    "not clipped": {"optimizer": dataclasses.replace(FALLING, max_grad_norm=0.0)},
+    "offloaded": {"optimizer": FALLING, "deepspeed": OFFLOADED},
+}
 CASES_OF = {
-    1: [(0, "float32", "clipped"), (2, "float32", "not clipped")],
+    1: [(0, "float32", "clipped"), (2, "float32", "not clipped"), (1, "bfloat16", "offloaded")],
     2: [
         (0, "float32", "not clipped"),
         (0, "bfloat16", "clipped"),
@@ -29,9 +34,10 @@ CASES_OF = {
         (2, "bfloat16", "not clipped"),
         (3, "float32", "clipped"),
         (3, "bfloat16", "not clipped"),
+        (2, "bfloat16", "offloaded"),
     ],
 }
-"""Per number of ranks: ZeRO stage, dtype, clipping."""
+"""Per number of ranks: ZeRO stage, dtype, settings."""
 CASES = [(world, *case) for world, cases in CASES_OF.items() for case in cases]
 
 
@@ -55,14 +61,9 @@ def outcome(tmp_path_factory):
     folder = tmp_path_factory.mktemp("skipped")
     tiny_model().save_pretrained(folder / "model")
 
-    def spec(stage, dtype, clipping):
-        return training_spec(
-            folder / "model",
-            dtype=dtype,
-            zero_stage=stage,
-            optimizer=CLIPPING[clipping],
-            zorro_self_check=False,
-        )
+    def spec(stage, dtype, settings):
+        changes = {"dtype": dtype, "zero_stage": stage, "zorro_self_check": False, **SETTINGS[settings]}
+        return training_spec(folder / "model", **changes)
 
     def start(world):
         runs = [
