@@ -56,8 +56,9 @@ def _end_with(parent: int, run_id: str) -> None:
     for agent in agents:
         with contextlib.suppress(psutil.Error):
             agent.kill()
-    kill_processes([*_orphans(run_id, socket), *own_process_ids()[1:]])
+    # First of all: others do the same, and may be quicker to kill this process than it is to kill them.
     remove_run_directories(run_id)
+    kill_processes([*_orphans(run_id, socket), *own_process_ids()[1:]])
     os._exit(1)
 
 

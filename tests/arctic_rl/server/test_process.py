@@ -127,12 +127,22 @@ def test_folders_of_dead_runs_are_removed_and_others_kept(shared_memory):
     assert not os.path.exists(fresh) and len(list(shared_memory.iterdir())) == 2
 
 
-def test_a_killed_run_leaves_nothing_in_shared_memory(monkeypatch):
-    """Its processes remove it when the one that started them is gone."""
+OTHERS = """
+others = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) for _ in range(3)]
+for other in others:
+    other.stdout.readline()
+child = """
+MANY = PARENT.replace("\nchild = ", OTHERS)
+
+
+@pytest.mark.parametrize("code", [PARENT, MANY])
+def test_a_killed_run_leaves_nothing_in_shared_memory(monkeypatch, code):
+    """Its processes remove it when the one that started them is gone, however many of them end each other."""
     monkeypatch.setenv(RUN_ID_VARIABLE, "run-e")
     folder = run_directory.run_directory("run-e")
-    with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True) as parent:
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
         started = [psutil.Process(int(parent.stdout.readline())) for _ in range(2)]
+        started = [*started, *psutil.Process(parent.pid).children(recursive=True)]
         assert os.path.isdir(folder)
         parent.kill()
     _, alive = psutil.wait_procs(started, timeout=20)
