@@ -37,10 +37,10 @@ def redirect_output(log_file: str) -> None:
 def end_with_parent() -> None:
     """In a process of a run, end within a second or so of the end of the process that started it, a node's raylet.
 
-    With it end other processes of the run that have lost the same parent, all that they started, and the run's folder
-    in shared memory. Ray's own workers take a minute to notice that their raylet and the control process are gone, and
-    those that only start half a minute. Ray's agents, which try for a minute to report it, are ended too where the
-    driver of the run had started that raylet.
+    With it end its descendants, workers of that raylet that only start, and the run's folder in shared memory. Ray's
+    own workers take a minute to notice that their raylet and the control process are gone, and those that only start
+    half a minute. Ray's agents, which try for a minute to report it, are ended too where the driver of the run had
+    started that raylet.
     """
     if RUN_ID_VARIABLE in os.environ:
         arguments = (os.getppid(), os.environ[RUN_ID_VARIABLE])
@@ -56,28 +56,20 @@ def _end_with(parent: int, run_id: str) -> None:
     for agent in agents:
         with contextlib.suppress(psutil.Error):
             agent.kill()
-    # First of all: others do the same, and may be quicker to kill this process than it is to kill them.
     remove_run_directories(run_id)
-    kill_processes([*_orphans(run_id, socket), *own_process_ids()[1:]])
+    kill_processes([*_starting(socket), *own_process_ids()[1:]])
     os._exit(1)
 
 
-def _orphans(run_id: str, socket: str | None) -> list[int]:
-    """Other processes of a run that have come to the parent to which this one has, and their descendants.
-
-    Args:
-        run_id: which they carry.
-        socket: of the raylet that they had; its workers that only start carry nothing yet.
-    """
+def _starting(socket: str | None) -> list[int]:
+    """Workers of a raylet that is gone, by its socket, in which nothing of ours runs yet that would end them."""
     import psutil
 
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            if process.pid == os.getpid() or process.ppid() != os.getppid():
-                continue
-            starting = socket is not None and f"--raylet-name={socket}" in process.cmdline()[2:]
-            if starting or process.environ().get(RUN_ID_VARIABLE) == run_id:
+            orphan = process.pid != os.getpid() and process.ppid() == os.getppid()
+            if orphan and socket is not None and f"--raylet-name={socket}" in process.cmdline()[2:]:
                 found += [process.pid, *(child.pid for child in process.children(recursive=True))]
     return found
 
@@ -97,13 +89,14 @@ def _agents(raylet: int) -> list[psutil.Process]:
     """Ray's agents of a raylet that a driver started; none of one that outlives its drivers (``ray start``)."""
     import psutil
 
-    try:
+    found = []
+    with contextlib.suppress(psutil.Error):
         process = psutil.Process(raylet)
-        if process.ppid() == 1:
-            return []
-        return [child for child in process.children() if re.match(r"ray::\w+Agent", " ".join(child.cmdline()))]
-    except psutil.Error:
-        return []
+        for child in process.children() if process.ppid() != 1 else []:
+            with contextlib.suppress(psutil.Error):
+                if re.match(r"ray::\w+Agent", " ".join(child.cmdline())):
+                    found.append(child)
+    return found
 
 
 def seed_everything(seed: int) -> None:

@@ -75,7 +75,7 @@ child.stdout.readline()
 starting = "import subprocess, time; subprocess.Popen(['sleep', '60']); print(1, flush=True); time.sleep(60)"
 bare = {{name: value for name, value in os.environ.items() if name != {RUN_ID_VARIABLE!r}}}
 socket = "--raylet-name=/a/socket"
-for more, environment in (([], None), (["worker.py", socket], bare), (["worker.py", socket + "2"], bare)):
+for more, environment in ((["worker.py", socket], bare), (["worker.py", socket + "2"], bare)):
     process = subprocess.Popen([sys.executable, "-c", starting, *more], env=environment, stdout=subprocess.PIPE)
     process.stdout.readline()
     print(process.pid, flush=True)
@@ -88,13 +88,13 @@ def test_siblings_that_only_start_end_too():
     environment = {**os.environ, RUN_ID_VARIABLE: "run-f"}
     command = [sys.executable, "-c", SIBLINGS, "--raylet_socket_name=/a/socket"]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as parent:
-        siblings = [psutil.Process(int(parent.stdout.readline())) for _ in range(3)]
+        siblings = [psutil.Process(int(parent.stdout.readline())) for _ in range(2)]
         families = [[sibling, *sibling.children()] for sibling in siblings]
         parent.kill()
     try:
-        assert [len(family) for family in families] == [2] * 3
-        assert psutil.wait_procs([*families[0], *families[1]], timeout=20)[1] == []
-        assert all(process.is_running() for process in families[2]), "it is of another raylet"
+        assert [len(family) for family in families] == [2] * 2
+        assert psutil.wait_procs(families[0], timeout=20)[1] == []
+        assert all(process.is_running() for process in families[1]), "it is of another raylet"
     finally:
         for process in (process for family in families for process in family if process.is_running()):
             process.kill()
@@ -137,7 +137,7 @@ MANY = PARENT.replace("\nchild = ", OTHERS)
 
 @pytest.mark.parametrize("code", [PARENT, MANY])
 def test_a_killed_run_leaves_nothing_in_shared_memory(monkeypatch, code):
-    """Its processes remove it when the one that started them is gone, however many of them end each other."""
+    """Its processes remove it when the one that started them is gone."""
     monkeypatch.setenv(RUN_ID_VARIABLE, "run-e")
     folder = run_directory.run_directory("run-e")
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
