@@ -43,14 +43,14 @@ def end_with_parent() -> None:
     started that raylet.
     """
     if RUN_ID_VARIABLE in os.environ:
-        arguments = (os.getppid(), os.environ[RUN_ID_VARIABLE])
+        arguments = (os.getppid(), _socket(os.getppid()), os.environ[RUN_ID_VARIABLE])
         threading.Thread(target=_end_with, args=arguments, name="arctic-orphan-check", daemon=True).start()
 
 
-def _end_with(parent: int, run_id: str) -> None:
+def _end_with(parent: int, socket: str | None, run_id: str) -> None:
     import psutil
 
-    agents, socket = _agents(parent), _socket(parent)
+    agents = _agents(parent)
     while os.getppid() == parent:
         time.sleep(ORPHAN_CHECK_S)
     for agent in agents:
