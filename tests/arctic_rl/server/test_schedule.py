@@ -89,7 +89,7 @@ def worker(spec):
     weight = torch.nn.Parameter(torch.zeros(1))
     weight.grad = torch.ones(1)
     result = object.__new__(TrainingWorker)
-    result._asleep = set()
+    result._asleep, result._snapshots = set(), None
     result._optimizer = torch.optim.SGD([weight], lr=spec.lr)
     result._engine = PlainEngine(result._optimizer)
     result._scheduler = build_scheduler(result._optimizer, spec, HORIZON)
