@@ -750,9 +750,19 @@ def test_requests_without_a_seed_are_sampled_again_from_the_same_random_state(re
     assert sample() == first != second
 
 
+def assert_sampled_from(expected: torch.Tensor, counts: torch.Tensor) -> None:
+    """Chi-square over tokens [V] expected at least 5 times, the others as one; 5 sigma above its mean is the bound."""
+    common = expected >= 5
+    counts = torch.cat([counts[common], counts[~common].sum()[None]])
+    expected = torch.cat([expected[common], expected[~common].sum()[None]])
+    freedom = len(expected) - 1
+    assert freedom > 20
+    assert float(((counts - expected) ** 2 / expected).sum()) < freedom + 5 * (2 * freedom) ** 0.5
+
+
 @pytest.mark.slow
 def test_expanded_seeds_sample_the_models_distribution(real):
-    """Chi-square of 2048 first tokens over those expected at least 5 times; 5 sigma above its mean is the bound."""
+    """The first tokens of 2048 responses."""
     prompt = random_prompts(1, seed=11, low=20, high=21)[0]
     params = [
         {"temperature": 1.0, "max_tokens": 1, "ignore_eos": True, "logprobs": None, "seed": seed}
@@ -762,12 +772,7 @@ def test_expanded_seeds_sample_the_models_distribution(real):
     with torch.no_grad():
         expected = real.model(torch.tensor([prompt])).logits[0, -1].double().softmax(-1) * 2048
     counts = torch.bincount(tokens, minlength=VOCABULARY).double()
-    common = expected >= 5
-    counts = torch.cat([counts[common], counts[~common].sum()[None]])
-    expected = torch.cat([expected[common], expected[~common].sum()[None]])
-    freedom = len(expected) - 1
-    assert freedom > 20
-    assert float(((counts - expected) ** 2 / expected).sum()) < freedom + 5 * (2 * freedom) ** 0.5
+    assert_sampled_from(expected, counts)
 
 
 @pytest.mark.slow
