@@ -36,6 +36,9 @@ def test_the_support_table_is_the_generated_one():
 
 
 FEATURES = {
+    "a row is computed by one GPU here, with more memory than the recipe reckons with (on CPUs: no effect)": (
+        "rows split over GPUs"
+    ),
     "auxiliary losses that balance experts are not there": "balancing losses",
     "an engine is not split into data-parallel ones": "data-parallel engines",
     "engines are vLLM's": "engines that are not vLLM's",

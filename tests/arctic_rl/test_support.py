@@ -183,7 +183,8 @@ def context_of(setting, recipes):
         return changed(recipes["fsdp"], "trainer.critic.model.path")
     if "lora" in setting:
         return recipes["adapters"]
-    if isinstance(TABLE[setting], Refused) and TABLE[setting].idle is on_cpus:
+    on_gpus_only = isinstance(TABLE[setting], Refused) and TABLE[setting].idle is on_cpus
+    if on_gpus_only or setting.endswith("sequence_parallel_size"):
         return recipes["gpus"]
     return recipes["megatron" if "megatron_config" in setting else "fsdp"]
 
@@ -230,6 +231,21 @@ class TestRefused:
             "trainer.mtp.enabled",
             "generator.vision_language_generator",
         ]
+
+
+class TestRowsOverSeveralGpus:
+    CRITIC = ("trainer.critic.model.path=some/model", "trainer.algorithm.advantage_estimator=gae")
+    REFERENCE = ("trainer.algorithm.use_kl_loss=true",)
+
+    @pytest.mark.parametrize(("model", "more"), [("policy", ()), ("ref", REFERENCE), ("critic", CRITIC)])
+    def test_are_refused_on_gpus_and_the_same_on_cpus(self, model, more):
+        setting = f"trainer.{model}.sequence_parallel_size"
+        given = [*BASE, *more, f"{setting}=2"]
+        (line,) = refusals(parse_config([*given, "trainer.arctic_rl.device=cuda"]))
+        assert line.startswith(f"{setting}=2: a row is computed by one GPU") and "write 1;" in line
+        assert not refusals(parse_config([*given, "trainer.arctic_rl.device=cpu"]))
+        plain = [*BASE, *more, f"{setting}=1", "trainer.arctic_rl.device=cuda"]
+        assert not refusals(parse_config(plain))
 
 
 class TestTurns:

@@ -77,12 +77,6 @@ class PartOf:
     """Why it has no effect without it."""
 
 
-SEQUENCE_PARALLEL = NoEffect(
-    "every rank is data-parallel here; where one long row is too much for a GPU, write "
-    "trainer.gradient_checkpointing=true, trainer.arctic_rl.zero_stage=3, or offload_optimizer and offload_param of "
-    "trainer.arctic_rl.deepspeed.zero_optimization"
-)
-
 Entry = Honoured | NoEffect | Refused | RefusedKeys | PartOf
 
 

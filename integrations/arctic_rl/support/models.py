@@ -10,7 +10,6 @@ from typing import Any
 from ..server.specs import INIT_METHODS
 from .entries import (
     EFFECT_TESTS,
-    SEQUENCE_PARALLEL,
     Entry,
     Idle,
     NoEffect,
@@ -36,6 +35,12 @@ _OFFLOADED = NoEffect(
     "trainer.arctic_rl.deepspeed.zero_optimization"
 )
 
+_WHOLE_ROWS = "a row is computed by one GPU here, with more memory than the recipe reckons with (on CPUs: no effect)"
+_ONE_GPU_A_ROW = (
+    "write 1; where a long row is too much for a GPU, trainer.gradient_checkpointing=true, "
+    "trainer.arctic_rl.zero_stage=3, or offload_optimizer and offload_param of "
+    "trainer.arctic_rl.deepspeed.zero_optimization help"
+)
 _REPLICATED = NoEffect(
     "each rank of a reference model holds all of it, on the host while others compute on GPUs that it shares"
 )
@@ -109,6 +114,11 @@ def _no_critic_of_megatron(setting: str, value: Any, cfg: Any) -> Iterable[str]:
     if value and cfg.trainer.strategy == "megatron":
         why = "SkyRL trains no critic with trainer.strategy=megatron"
         yield refusal(setting, value, why, "write trainer.strategy=fsdp, or leave it out")
+
+
+def _whole_rows_on_gpus(setting: str, value: Any, cfg: Any) -> Iterable[str]:
+    if value > 1 and on_cpus(cfg) is None:
+        yield refusal(setting, value, _WHOLE_ROWS, _ONE_GPU_A_ROW)
 
 
 def _lora_scale(setting: str, value: Any, cfg: Any) -> Iterable[str]:
@@ -269,7 +279,7 @@ POLICY: dict[str, Entry] = under(
             idle=_policy_alone,
         ),
         **_fsdp(_without_fsdp),
-        "sequence_parallel_size": SEQUENCE_PARALLEL,
+        "sequence_parallel_size": Refused(_WHOLE_ROWS, _ONE_GPU_A_ROW, idle=on_cpus),
         "use_torch_compile": NoEffect("entropy is taken in chunks that are not compiled"),
         "record_memory": ours(
             "what is in a training rank's GPU memory, written to ckpt_path/memory_snapshots after each backward pass "
@@ -305,7 +315,7 @@ REFERENCE: dict[str, Entry] = under(
     {
         "model.path": ours("the reference model of a KL term; unset = the policy's", idle=without_reference),
         **dict.fromkeys(_ADAPTERS, NoEffect("SkyRL does not read it: a reference model has no adapter")),
-        "sequence_parallel_size": SEQUENCE_PARALLEL,
+        "sequence_parallel_size": Refused(_WHOLE_ROWS, _ONE_GPU_A_ROW, idle=first_of(without_reference, on_cpus)),
         **_fsdp(first_of(without_reference, _without_fsdp), sharding=_REPLICATED, offloading=_REPLICATED),
         "model_config_kwargs": ours(
             "as the policy's, for the reference model",
@@ -346,7 +356,8 @@ CRITIC: dict[str, Entry] = under(
         ),
         **_fsdp(first_of(without_critic, _without_fsdp)),
         "sequence_parallel_size": ours(
-            "every rank is data-parallel here; rows of an uneven mini-batch weigh what SkyRL's ranks would give them",
+            "rows of an uneven mini-batch weigh what SkyRL's ranks would give them; above 1 it is refused on GPUs",
+            limit=_whole_rows_on_gpus,
             idle=without_critic,
         ),
         "model_config_kwargs": ours(

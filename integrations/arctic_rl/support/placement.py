@@ -7,7 +7,6 @@ from typing import Any
 
 from .entries import (
     EFFECT_TESTS,
-    SEQUENCE_PARALLEL,
     Entry,
     NoEffect,
     base_is_reference,
@@ -74,7 +73,7 @@ PLACEMENT: dict[str, Entry] = under(
             },
         ),
         "strategy": NoEffect("DeepSpeed ZeRO trains, with the optimizer of SkyRL's fsdp, whichever is named"),
-        "sequence_parallel_backend": SEQUENCE_PARALLEL,
+        "sequence_parallel_backend": NoEffect("a row is computed by one process here"),
         "use_expandable_segments": ours(
             "training ranks take GPU memory in segments that grow; weights in the usual one, which CUDA IPC can share",
             EFFECT_TESTS,
