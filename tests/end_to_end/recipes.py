@@ -21,7 +21,7 @@ ODD = """transformers<5; foo>=1 'q' "d" 5$ |"""
 ENVIRONMENT = f'''
 ODD = {ODD!r}
 
-"""An environment of a user's own: a reward that a random model earns now and then."""
+"""An environment of a user's own: a reward that differs between nearly any two answers of a random model."""
 
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 from skyrl_gym.envs.registration import register, registry
@@ -35,7 +35,7 @@ class LetterEnv(BaseTextEnv):
     def step(self, action):
         import os
 
-        self.reward = action.count(self.letter) / max(len(action), 1)
+        self.reward = sum(character < self.letter for character in action) / max(len(action), 1)
         self.process_id = os.getpid()
         self.forwarded = os.environ.get("ARCTIC_ODD") == ODD
         return BaseTextEnvStepOutput(observations=[], reward=self.reward, done=True, metadata={{}})

@@ -28,7 +28,8 @@ class CountEnv(BaseTextEnv):
         self.counts.append(action.count(self.letter) / max(len(action), 1))
         done = self.turns == self.max_turns or self.counts[-1] > 0
         told = [] if done else [{"role": "user", "content": f"[tool: {len(action)} letters]"}]
-        return BaseTextEnvStepOutput(observations=told, reward=self.counts[-1], done=done, metadata={})
+        reward = self.counts[-1] + 0.1 * sum(character < self.letter for character in action) / max(len(action), 1)
+        return BaseTextEnvStepOutput(observations=told, reward=reward, done=done, metadata={})
 
     def get_metrics(self):
         return {"turns": self.turns}
