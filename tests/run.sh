@@ -15,7 +15,7 @@ echo "== lint"
 "$PYTHON" -m ruff check .
 "$PYTHON" -m ruff format --check --quiet .
 echo "== unit tests"
-# Two files at a time, each in one process: they wait for processes of their own, and import for seconds.
-OMP_NUM_THREADS=1 "$PYTHON" -m pytest -q -m "not slow" -n 2 --dist loadfile
+# Three files at a time, each in one process: they wait for processes of their own, and import for seconds.
+OMP_NUM_THREADS=1 "$PYTHON" -m pytest -q -m "not slow" -n 3 --dist loadfile
 echo "== tests with real Ray, vLLM and DeepSpeed processes"
 "$PYTHON" -m pytest -q -m slow --durations=15
