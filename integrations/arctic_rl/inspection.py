@@ -13,6 +13,7 @@ from .checks import setting_problems
 from .preflight import (
     checkpoint_problems,
     data_problems,
+    environment_problems,
     model_kind_problems,
     model_problems,
     package_problems,
@@ -58,7 +59,7 @@ def inspect_config(cfg: Any, unknown: Sequence[str] = ()) -> Findings:
     named = _settings_of(refused)
     refused = [*(line for line in unknown if setting_of(line) not in named), *refused]
     ignored = without_effect(cfg, refused=_settings_of(refused))
-    files = [*data_problems(cfg), *model_problems(cfg), *checkpoint_problems(cfg)]
+    files = [*data_problems(cfg), *model_problems(cfg), *environment_problems(cfg), *checkpoint_problems(cfg)]
     packages = [*tracker_problems(cfg), *package_problems(cfg)]
     missing = [*files, *_key_problems(cfg), *packages, *worker_count_problems(cfg), *uv_run_problems()]
     return Findings(_distinct([*refused, *skyrl_problems(cfg)]), missing, ignored)

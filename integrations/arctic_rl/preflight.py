@@ -32,6 +32,16 @@ def data_problems(cfg: Any) -> Iterator[str]:
             yield from [f"data.{name}: {line}" for line in files] or [first]
 
 
+def environment_problems(cfg: Any) -> Iterator[str]:
+    """The folder of databases of SkyRL-gym's ``text2sql`` where it is not here: each rollout would fail on it."""
+    path = cfg.environment.skyrl_gym.text2sql.db_path
+    if cfg.environment.env_class == "text2sql" and not Path(path).is_dir():
+        yield (
+            f"environment.skyrl_gym.text2sql.db_path={path}: there is no such folder, where environment.env_class="
+            "text2sql reads its databases; write the folder that holds SynSQL-2.5M, spider or bird"
+        )
+
+
 def tracker_problems(cfg: Any) -> Iterator[str]:
     """The tracker's package where it is not installed: SkyRL imports it once the workers are being brought up."""
     name = cfg.trainer.logger

@@ -134,6 +134,14 @@ def preflight_problems(cfg):
 
 
 class TestPreflight:
+    @pytest.mark.parametrize(("env_class", "there"), [("text2sql", False), ("text2sql", True), ("gsm8k", False)])
+    def test_the_databases_of_text2sql_are_looked_for(self, tmp_path, env_class, there):
+        folder = tmp_path if there else tmp_path / "databases"
+        settings = [f"environment.env_class={env_class}", f"environment.skyrl_gym.text2sql.db_path={folder}"]
+        lines = [line for line in inspect_config(parse(*settings)).missing if "db_path" in line]
+        assert len(lines) == (env_class == "text2sql" and not there)
+        assert all(line.startswith(f"environment.skyrl_gym.text2sql.db_path={folder}: ") for line in lines)
+
     def folder(self, tmp_path, *files):
         for name in files:
             (tmp_path / name).write_text("{}")

@@ -165,8 +165,10 @@ def _host(
 ) -> tuple[int, str]:
     """The most bytes of a node's host memory, and when.
 
-    Every rank loads its model in float32 on the host, all ranks at once, or job after job where all share GPUs; what
-    is offloaded or asleep is on the host then or later. Engines that sleep have dropped their weights.
+    A rank loads its model in float32 on the host, where memory is scarce one rank at a time
+    (``server.loading_turns``), job after job where all share GPUs, and keeps it there in its own dtype where ZeRO
+    stage 3 is to shard it; what is offloaded or asleep is on the host then or later. Engines that sleep have dropped
+    their weights.
     """
     ranks = Counter(worker.job for worker in plan.workers if worker.node_id == node)
     fixed = TRAINER_PROCESSES + TRAINING_PROCESS * ranks.total()
@@ -177,17 +179,30 @@ def _host(
         leaves, moved = leaves_of(job, shared, config.optimizers_that_stay), _moved(specs[job])
         asleep = sum(pinned(value) for name, value in parts[job].items() if name in leaves and name not in moved)
         away[job] = ranks[job] * (asleep + held(parts[job], moved))
-    loading = {job: ranks[job] * loading_memory(sizes[job]) for job in parts}
     moments = [(sum(away.values()), "while all that is offloaded or asleep is there")]
     if config.colocate_all:
         before = 0
         for job in parts:
-            moments.append((before + loading[job], f"while {job} is loaded in float32 by {ranks[job]} ranks"))
+            when = f"while {job} is loaded by {ranks[job]} ranks, in float32 by one at a time"
+            moments.append((before + _loading(ranks, sizes, specs, [job]), when))
             before += away[job]
     else:
-        moments.append((sum(loading.values()), f"while models are loaded in float32 by {ranks.total()} workers"))
+        when = f"while models are loaded by {ranks.total()} workers, in float32 by one at a time"
+        moments.append((_loading(ranks, sizes, specs, list(parts)), when))
     most, when = max(moments)
     return fixed + most, when
+
+
+def _loading(
+    ranks: Counter[str], sizes: dict[str, ModelSize], specs: dict[str, TrainingSpec | None], jobs: list[str]
+) -> int:
+    """Bytes of the ranks of jobs where one of them has its model in float32 and the others are through with it."""
+    kept = {}
+    for job in jobs:
+        sharded = specs[job] is not None and job != "ref" and specs[job].zero_stage == 3
+        kept[job] = WIDTH[specs[job].dtype] * sizes[job].parameters if sharded else 0
+    last = max((loading_memory(sizes[job]) - kept[job] for job in jobs if ranks[job]), default=0)
+    return sum(ranks[job] * kept[job] for job in jobs) + last
 
 
 def pinned(nbytes: int) -> int:

@@ -8,6 +8,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..server.host_memory import free_host_memory
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -29,14 +31,13 @@ class Machine:
 
 def describe_machine() -> Machine:
     """This machine; importing PyTorch for its GPUs takes some seconds."""
-    import psutil
     import torch
 
     folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
     properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     return Machine(
         cores=len(os.sched_getaffinity(0)),
-        memory=psutil.virtual_memory().available,
+        memory=free_host_memory(),
         shared=shutil.disk_usage(folder).free,
         shared_folder=folder,
         gpus=tuple((item.name, item.total_memory) for item in properties),

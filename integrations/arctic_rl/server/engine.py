@@ -16,6 +16,7 @@ from ..errors import ArcticError, PackingError, UnsupportedError
 from .deepspeed_config import deepspeed_config
 from .kernel_settings import check_attention_package
 from .liger import apply_liger
+from .loading_turns import host_bytes, loading_turn
 from .lora import Weight, adapter_facts, adapter_parameters, add_adapters, model_weights, stand_alone
 from .model_config import load_model_config
 from .model_device import cast_parameters, partition
@@ -50,8 +51,10 @@ def build_engine(spec: TrainingSpec) -> BuiltEngine:
     Raises:
         UnsupportedError, ArcticError: as ``load_model``.
     """
-    loaded = load_on_host(spec)
-    facts = None if spec.lora is None else adapter_facts(loaded, spec.lora)
+    with loading_turn(host_bytes(spec)):
+        loaded = load_on_host(spec)
+        facts = None if spec.lora is None else adapter_facts(loaded, spec.lora)
+        _bring(loaded, spec)
     model = ready_model(loaded, spec)
     if spec.role == "ref":
         return BuiltEngine(InferenceEngine(model, spec.dtype), None, facts)
@@ -112,9 +115,7 @@ def ready_model(model: PreTrainedModel, spec: TrainingSpec) -> PreTrainedModel:
     see ``load_model``."""
     from ..processors.isolation import check_packing
 
-    cast_parameters(model, spec.dtype)
-    if not _is_sharded(spec):
-        model.to(spec.device)
+    _bring(model, spec)
     if _shares(model):
         _share_where_possible(model, spec, None if _is_sharded(spec) else spec.device)
     if spec.device == "cpu":
@@ -143,6 +144,13 @@ def ready_model(model: PreTrainedModel, spec: TrainingSpec) -> PreTrainedModel:
             model.enable_input_require_grads()
     model.config.use_cache = False
     return model
+
+
+def _bring(model: PreTrainedModel, spec: TrainingSpec) -> None:
+    """Cast a model to its dtype, and move it to its device unless ZeRO stage 3 is to shard it."""
+    cast_parameters(model, spec.dtype)
+    if not _is_sharded(spec):
+        model.to(spec.device)
 
 
 def _is_sharded(spec: TrainingSpec) -> bool:

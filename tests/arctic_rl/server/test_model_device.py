@@ -11,6 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from transformers import NemotronConfig, NemotronForCausalLM
 
+from integrations.arctic_rl.server import loading_turns
 from integrations.arctic_rl.server.checkpoint import engine_pieces
 from integrations.arctic_rl.server.critic import load_value_model
 from integrations.arctic_rl.server.deepspeed_config import deepspeed_config
@@ -144,6 +145,9 @@ def _rank_main(rank, port, folder):
 
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK="0")
+    # One rank loads after the other: where they met in a collective call then, they would wait for ever.
+    os.environ["ARCTIC_RL_RUN_ID"] = folder
+    loading_turns.free_host_memory = lambda: 0
     _init_distributed("cpu")
     # DeepSpeed collects garbage at each call, for which all imported modules would be looked through.
     gc.collect()
