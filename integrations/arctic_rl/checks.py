@@ -189,6 +189,11 @@ def _counts(cfg: Any) -> Iterator[str]:
 def _weight_sync(cfg: Any) -> Iterator[str]:
     """What a recipe's own placement says; the cluster's is looked at when it is known (``server.weight_sync``)."""
     wanted, colocated = cfg.trainer.arctic_rl.weight_sync, cfg.trainer.placement.colocate_all
+    if wanted == "shared_memory" and device_here(cfg) == "cuda" and _is_spread(cfg):
+        yield (
+            f"{PREFIX}.weight_sync={wanted!r}: the first policy rank and the engines are on several nodes, and share "
+            "memory on one alone: write low_memory, or leave it out"
+        )
     if wanted not in ("nccl", "ipc"):
         return
     setting, instead = f"{PREFIX}.weight_sync={wanted!r}", "shared_memory or low_memory, or leave it out"
@@ -204,6 +209,20 @@ def _weight_sync(cfg: Any) -> Iterator[str]:
             f"{setting}: with trainer.placement.colocate_all=false the engines' GPUs have no training rank: write "
             "nccl or low_memory, or leave it out"
         )
+
+
+def _is_spread(cfg: Any) -> bool:
+    """Whether the recipe says that weights have to reach another node, whatever cluster it may get."""
+    from .described_placement import gpu_plan
+
+    placement = cfg.trainer.placement
+    if cfg.trainer.arctic_rl.cluster_gpus is None:
+        return placement.colocate_all and placement.policy_num_nodes > 1
+    try:
+        plan = gpu_plan(cfg)
+    except (ValueError, TypeError, ArithmeticError, LookupError):
+        return False  # the placement's own check tells why
+    return len({worker.node_id for worker in (plan.of("policy")[0], *plan.of("sampling"))}) > 1
 
 
 _LARGEST_SEED = 2**32 - 1

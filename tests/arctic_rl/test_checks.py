@@ -279,6 +279,27 @@ class TestWeightSync:
         if words is not None:
             assert words in lines[0] and lines[0].startswith(f"trainer.arctic_rl.weight_sync='{way}'")
 
+    @pytest.mark.parametrize(
+        ("placement", "spread"),
+        [
+            ("trainer.placement.policy_num_nodes=2 trainer.placement.colocate_all=true", True),
+            ("trainer.placement.policy_num_nodes=2 trainer.placement.colocate_all=false", False),
+            ("trainer.placement.colocate_all=false trainer.arctic_rl.cluster_gpus=[1,1]", True),
+            ("trainer.placement.colocate_all=false trainer.arctic_rl.cluster_gpus=[2]", False),
+            ("trainer.placement.colocate_all=false trainer.arctic_rl.cluster_gpus=[1]", False),
+        ],
+    )
+    def test_memory_is_not_shared_between_nodes(self, placement, spread):
+        sizes = "generator.inference_engine.num_engines=1 trainer.placement.policy_num_gpus_per_node=1"
+        if "policy_num_nodes=2 trainer.placement.colocate_all=true" in placement:
+            sizes = sizes.replace("num_engines=1", "num_engines=2")
+        way = "trainer.arctic_rl.weight_sync=shared_memory trainer.algorithm.use_kl_loss=false"
+        recipe = f"{sizes} {placement} {way} trainer.arctic_rl.device="
+        lines = setting_problems(parsed(f"{recipe}cuda"))
+        told = [line for line in lines if line.startswith("trainer.arctic_rl.weight_sync='shared_memory': ")]
+        assert len(told) == spread and all("on several nodes" in line and "low_memory" in line for line in told)
+        assert not any("weight_sync" in line for line in setting_problems(parsed(f"{recipe}cpu")))
+
     def test_an_unknown_way_is_refused_with_those_that_there_are(self):
         with pytest.raises(ConfigError, match=r"weight_sync='rdma' is not .*shared_memory.*ipc"):
             parsed("trainer.arctic_rl.weight_sync=rdma")

@@ -106,7 +106,8 @@ def recipe_sections(overrides: list[str], machine: Machine) -> dict[str, tuple[l
         # The recipe's problems say so already, except where only the estimate is at a loss.
         memory = ([f"cannot be told: {' '.join(str(error).split())}"], [])
     table, unplaced = placement_lines(cfg, machine)
-    sections = {"Recipe": recipe, "Placement": (table, [line for line in unplaced if line not in problems])}
+    unsaid = [line for line in unplaced if not any(problem.startswith(line) for problem in problems)]
+    sections = {"Recipe": recipe, "Placement": (table, unsaid)}
     if cfg.trainer.arctic_rl.server_url is not None:
         sections["Ports"] = port_lines(cfg.trainer.arctic_rl.server_url)
     return {**sections, "Folders": folder_lines(cfg), "Memory, estimated": memory}

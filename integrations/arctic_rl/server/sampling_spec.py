@@ -17,6 +17,10 @@ from .speculation import SETTING as SPECULATION
 from .speculation import speculation_problems
 from .weight_extension import WeightExtension
 
+_PLACED = (
+    "the plan places an engine's processes; write tensor_parallel_size or num_engines of generator.inference_engine"
+)
+
 PROTECTED_ENGINE_ARGS = {
     "model": "it is trainer.policy.model.path",
     "tokenizer": "it is trainer.policy.model.path",
@@ -28,6 +32,28 @@ PROTECTED_ENGINE_ARGS = {
     "kv_cache_memory_bytes": "write trainer.arctic_rl.cpu_kv_cache_gib",
     "weight_transfer_config": "write trainer.arctic_rl.weight_sync",
     **dict.fromkeys(("speculative_config", "spec_method", "spec_model", "spec_tokens"), f"write {SPECULATION}"),
+    "enable_sleep_mode": "engines sleep where they share GPUs; write trainer.placement.colocate_all",
+    **dict.fromkeys(
+        (
+            "data_parallel_address",
+            "data_parallel_backend",
+            "data_parallel_external_lb",
+            "data_parallel_hybrid_lb",
+            "data_parallel_multi_port_external_lb",
+            "data_parallel_rank",
+            "data_parallel_rpc_port",
+            "data_parallel_size_local",
+            "data_parallel_start_rank",
+            "device_ids",
+            "enable_elastic_ep",
+            "master_addr",
+            "master_port",
+            "nnodes",
+            "node_rank",
+            "prefill_context_parallel_size",
+        ),
+        _PLACED,
+    ),
 }
 
 

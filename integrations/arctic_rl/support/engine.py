@@ -21,6 +21,8 @@ _ROUTER = NoEffect("there is no router")
 _PREFILL = PartOf("generator.inference_engine.enable_pd", "generator.inference_engine.enable_pd=false")
 _OTHER_PRECISION = "rollouts in another precision than training change the result"
 
+_PRECISIONS = ("quantization", "quantization_config", "kv_cache_dtype", "mamba_cache_dtype", "mamba_ssm_cache_dtype")
+
 _TYPED = {
     "dtype": "generator.inference_engine.model_dtype",
     "seed": "trainer.seed",
@@ -59,7 +61,7 @@ def _engine_arguments(setting: str, value: Any, cfg: Any) -> Iterable[str]:
     known = engine_argument_names()
     for key, argument in value.items():
         name = f"{setting}.{key}"
-        if key in ("quantization", "kv_cache_dtype"):
+        if key in _PRECISIONS:
             yield refusal(name, argument, _OTHER_PRECISION, "leave it out")
         elif key in PROTECTED_ENGINE_ARGS:
             yield refusal(name, argument, f"it cannot be set, {PROTECTED_ENGINE_ARGS[key]}", "leave it out")

@@ -126,6 +126,14 @@ def test_a_model_that_is_not_there_leaves_the_rest(tmp_path):
     assert any(line.startswith("trainer.policy.model.path") for line in recipe_problems)
 
 
+def test_too_many_processes_are_told_once(model):
+    sections = recipe_sections([f"trainer.policy.model.path={model}", "trainer.arctic_rl.max_cpu_workers=2"], MACHINE)
+    told = [problem for _, problems in sections.values() for problem in problems]
+    (line,) = (problem for problem in told if "max_cpu_workers=2" in problem)
+    assert line.endswith("write trainer.arctic_rl.device=cuda")
+    assert sections["Placement"] == (["there is no plan"], [])
+
+
 def test_settings_that_nobody_knows_are_told(model):
     assert any("zero_stge" in line for line in recipe(model, "trainer.arctic_rl.zero_stge=2")[2])
 
