@@ -11,6 +11,7 @@ from typing import Any
 
 from .checkpoint import STEP_PREFIX, as_swept, latest, read_manifest
 from .checkpoint_kind import kind_problems
+from .devices import device_here
 from .errors import CheckpointError, ConfigError
 from .prompt_dataset import check_data_files
 from .recipe_checks import tokens_of_a_rollout
@@ -91,6 +92,7 @@ def model_kind_problems(cfg: Any) -> Iterator[str]:
         config |= _changes(cfg, setting.split(".")[1])
         yield from _context_problems(setting, config, cfg)
         yield from _attention_problems(setting, config, cfg)
+        yield from _head_problems(setting, config, cfg)
     yield from _unknown_values(cfg)
 
 
@@ -153,6 +155,17 @@ def _attention_problems(setting: str, config: dict[str, Any], cfg: Any) -> Itera
     dropout = text.get("attention_dropout")
     if dropout and setting.startswith("trainer.policy."):
         yield f"{setting}: attention_dropout={dropout} in its config.json is not done on CPUs; write 0.0 there"
+
+
+def _head_problems(setting: str, config: dict[str, Any], cfg: Any) -> Iterator[str]:
+    heads = config.get("text_config", config).get("num_attention_heads")
+    size = cfg.generator.inference_engine.tensor_parallel_size
+    on_gpus = setting.startswith("trainer.policy.") and device_here(cfg) == "cuda"
+    if on_gpus and isinstance(heads, int) and size > 0 and heads % size:
+        yield (
+            f"generator.inference_engine.tensor_parallel_size={size}: the {heads} attention heads of {setting} are "
+            "dealt out evenly; write a number that divides them"
+        )
 
 
 def _models(cfg: Any) -> list[tuple[str, str]]:

@@ -425,6 +425,14 @@ class TestInspection:
         assert len(lines) == (said is not None)
         assert said is None or re.search(said, lines[0])
 
+    @pytest.mark.parametrize(("size", "device", "refused"), [(8, "cuda", 1), (2, "cuda", 0), (8, "cpu", 0)])
+    def test_heads_that_cannot_be_dealt_out(self, tmp_path, size, device, refused):
+        (tmp_path / "config.json").write_text(json.dumps({"num_attention_heads": 4}))
+        setting = f"generator.inference_engine.tensor_parallel_size={size}"
+        alone = ("trainer.placement.colocate_all=false", f"trainer.arctic_rl.device={device}")
+        lines = inspect_config(parse(f"trainer.policy.model.path={tmp_path}", setting, *alone)).refused
+        assert len(lines) == refused and all(line.startswith(f"{setting}: the 4 attention heads") for line in lines)
+
 
 class TestModelConfig:
     """Values in place of those of a model's config: trainer and engines must agree on them."""

@@ -66,9 +66,9 @@ def needs(
     total += engines
     lines.append(f"together {_gib(total)} with SkyRL's trainer, and this machine has {_gib(machine.memory)} free")
     if total > machine.memory:
-        problems.append(
-            f"the run takes about {_gib(total)} of memory and {_gib(machine.memory)} are free: {_advice(cfg, config)}"
-        )
+        caches = 0 if problems else config.engines * int(config.sampling.cpu_kv_cache_gib * GIB)
+        advice = _advice(cfg, config, large_cache=caches > total // 10)
+        problems.append(f"the run takes about {_gib(total)} of memory and {_gib(machine.memory)} are free: {advice}")
     return lines, [*problems, *_shared_space(config, sizes["policy"], machine), *_disk_space(cfg, sizes)]
 
 
@@ -170,8 +170,10 @@ def _disk_space(cfg: Any, sizes: dict[str, ModelSize]) -> list[str]:
     ]
 
 
-def _advice(cfg: Any, config: ServerConfig) -> str:
+def _advice(cfg: Any, config: ServerConfig, *, large_cache: bool = False) -> str:
     policy, advice = config.policy, []
+    if large_cache:
+        advice.append("a smaller trainer.arctic_rl.cpu_kv_cache_gib")
     if config.policy_ranks > 1 and policy.zero_stage < 3:
         advice.append(f"trainer.arctic_rl.zero_stage={3 if policy.zero_stage == 2 else 2}")
     if not policy.gradient_checkpointing:

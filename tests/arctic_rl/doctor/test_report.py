@@ -113,6 +113,13 @@ def test_what_does_not_fit_comes_with_what_to_change(model):
     assert shared.startswith("/dev/shm has 0.00 GiB free") and "--shm-size" in shared
 
 
+def test_a_cache_that_takes_the_memory_comes_first(model):
+    (line,) = recipe(model, "trainer.arctic_rl.cpu_kv_cache_gib=100")[1]
+    assert "8.00 GiB are free: write a smaller trainer.arctic_rl.cpu_kv_cache_gib, or " in line
+    small = dataclasses.replace(MACHINE, memory=GIB // 100)
+    assert "cpu_kv_cache_gib" not in recipe(model, "trainer.arctic_rl.cpu_kv_cache_gib=0.01", machine=small)[1][-1]
+
+
 def test_a_cache_that_holds_no_sequence_is_told(tmp_path, model):
     longer = ["generator.inference_engine.engine_init_kwargs.max_model_len=200000"]
     (line,) = recipe(model, *longer, "trainer.arctic_rl.cpu_kv_cache_gib=0.01")[1]
