@@ -222,6 +222,10 @@ class ResumeMixin:
             order.resume(state["order"], first_pass=step // len(order))
             if step >= self.total_training_steps:
                 order.finish()
+        if not self.cfg.trainer.fully_async.enabled:
+            # The weight sync before each step counts, and seeds of rollouts are drawn from the count.
+            for _ in range(step):
+                self.inference_engine_client.increment_weight_version()
         self._arctic_restored = {"kl_coefficient": state["kl_coefficient"]}
         set_random_state(state["random"])
 

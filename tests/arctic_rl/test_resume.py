@@ -77,6 +77,27 @@ def test_latest_is_taken_up(tmp_path, loop, stop):
     assert steps_below(tmp_path / "stopped") == list(range(1, STEPS + 1))
 
 
+class Versions(TrainingCallback):
+    """The weight version that each step's rollouts are sampled with."""
+
+    def __init__(self):
+        self.of_step = {}
+
+    def on_step_start(self, trainer, callback_input, control):
+        self.of_step[callback_input.global_step] = trainer.inference_engine_client.weight_version
+
+
+@pytest.mark.parametrize("first", [3, 4])
+def test_weight_versions_which_seeds_hang_on_go_on(tmp_path, loop, first):
+    """The first run's last checkpoint comes before the weight sync of its step, or at its end, behind it."""
+    folder, recording, versions = tmp_path / "run", {}, Versions()
+    shorter = ("trainer.ckpt_interval=3", f"trainer.max_training_steps={first}", "trainer.max_ckpts_to_keep=9")
+    train(config(folder, *shorter), loop, recording, callbacks=[versions])
+    assert steps_below(folder)[-1] == first
+    train(config(folder, LATEST), loop, recording, callbacks=[versions])
+    assert versions.of_step == {step: step for step in range(1, STEPS + 1)}
+
+
 def test_the_interval_is_honoured_and_lost_steps_are_taken_again(tmp_path, loop):
     settings = ("trainer.ckpt_interval=4", LATEST)
     recording = {}
