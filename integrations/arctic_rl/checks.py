@@ -17,6 +17,7 @@ from .devices import device_here
 from .errors import UnsupportedError
 from .horizon import warmup_problems
 from .loss_config import loss_request
+from .recipe_checks import tokens_of_a_rollout
 from .sampling_params import sampling_problems
 from .scoring_checks import scoring_problems
 from .server.sampling_spec import PROTECTED_ENGINE_ARGS
@@ -37,6 +38,7 @@ def setting_problems(cfg: Any) -> list[str]:
         _backend,
         _modules,
         _counts,
+        _engine_sizes,
         _weight_sync,
         _seed,
         _optimizers,
@@ -184,6 +186,25 @@ def _counts(cfg: Any) -> Iterator[str]:
         value = value_of(cfg, setting)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             yield f"{setting}={value!r} must be a whole number of at least 1"
+
+
+def _engine_sizes(cfg: Any) -> Iterator[str]:
+    """Sizes with which vLLM does not build an engine."""
+    prefix, engine = "generator.inference_engine", cfg.generator.inference_engine
+    share, tokens, sequences = engine.gpu_memory_utilization, engine.max_num_batched_tokens, engine.max_num_seqs
+    if device_here(cfg) == "cuda" and not 0 < share <= 1:
+        yield f"{prefix}.gpu_memory_utilization={share} must be above 0 and at most 1"
+    if 1 <= tokens < sequences:
+        yield (
+            f"{prefix}.max_num_batched_tokens={tokens}: a step has a token of each of max_num_seqs={sequences} "
+            "sequences; write at least as many, or a smaller max_num_seqs"
+        )
+    longest = engine.engine_init_kwargs.get("max_model_len") or tokens_of_a_rollout(cfg)
+    if not engine.enable_chunked_prefill and sequences <= tokens < longest:
+        yield (
+            f"{prefix}.max_num_batched_tokens={tokens}: with {prefix}.enable_chunked_prefill=false a sequence of "
+            f"{longest} tokens must fit; write at least {longest}, or enable_chunked_prefill=true"
+        )
 
 
 def _weight_sync(cfg: Any) -> Iterator[str]:

@@ -257,6 +257,33 @@ class TestSingleValues:
         ]
 
 
+class TestEngineSizes:
+    ENGINE = "generator.inference_engine"
+
+    @pytest.mark.parametrize(
+        ("overrides", "said"),
+        [
+            ("{}.gpu_memory_utilization=1.5 trainer.arctic_rl.device=cuda", "1.5 must be above 0 and at most 1"),
+            ("{}.gpu_memory_utilization=0 trainer.arctic_rl.device=cuda", "0 must be above 0 and at most 1"),
+            ("{}.gpu_memory_utilization=1 trainer.arctic_rl.device=cuda", None),
+            ("{}.gpu_memory_utilization=0 trainer.arctic_rl.device=cpu", None),
+            ("{}.max_num_batched_tokens=7 {}.max_num_seqs=8", "max_num_seqs=8 sequences; write at least as many"),
+            ("{}.max_num_batched_tokens=8 {}.max_num_seqs=8", None),
+            ("{}.max_num_batched_tokens=1535 {}.enable_chunked_prefill=false", "1536 tokens must fit"),
+            ("{}.max_num_batched_tokens=1536 {}.enable_chunked_prefill=false", None),
+        ],
+    )
+    def test_what_vllm_builds_no_engine_with_is_refused(self, overrides, said):
+        lines = setting_problems(parsed(overrides.replace("{}", self.ENGINE)))
+        lines = [line for line in lines if line.startswith(self.ENGINE)]
+        assert len(lines) == (said is not None) and all(said in line for line in lines)
+
+    def test_the_longest_sequence_is_that_of_the_engine_where_it_is_said(self):
+        said = f"{self.ENGINE}.engine_init_kwargs.max_model_len=4096 {self.ENGINE}.enable_chunked_prefill=false"
+        (line,) = setting_problems(parsed(f"{said} {self.ENGINE}.max_num_batched_tokens=2048"))
+        assert line.endswith("write at least 4096, or enable_chunked_prefill=true")
+
+
 class TestWeightSync:
     @pytest.mark.parametrize("colocated", ["true", "false"])
     @pytest.mark.parametrize("device", ["cpu", "cuda"])
