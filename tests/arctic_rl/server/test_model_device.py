@@ -4,6 +4,7 @@ import gc
 import itertools
 import os
 import socket
+import time
 
 import pytest
 import torch
@@ -69,13 +70,23 @@ class Device(TorchFunctionMode):
             isinstance(value, str | torch.device) for value in (*args[1:], *kwargs.values())
         ):
             return result
-        self._live = {key: value for key, value in self._live.items() if not value[0].expired()}
+        self._forget()
         if result.untyped_storage()._cdata not in self._live:
             result = result.clone()
             storage = result.untyped_storage()
             self._live[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        self.peak = max(self.peak, sum(nbytes for _, nbytes in self._live.values()))
+        if self._held() > self.peak:
+            # The thread of a collective call that has returned holds its tensor a moment longer.
+            time.sleep(0.02)
+            self._forget()
+        self.peak = max(self.peak, self._held())
         return result
+
+    def _forget(self) -> None:
+        self._live = {key: value for key, value in self._live.items() if not value[0].expired()}
+
+    def _held(self) -> int:
+        return sum(nbytes for _, nbytes in self._live.values())
 
 
 def _moved_as_a_whole(of):
